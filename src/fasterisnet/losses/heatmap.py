@@ -1,0 +1,249 @@
+"""The heatmap loss `L = w1*L1 + w2*L2`: little relevance in the background, a natural amount in the foreground.
+
+Heatmaps are laid out (sample, map, channel, space...), with any number of spatial dimensions; masks are
+(sample, space...) or (sample, channel, space...), 1 = foreground and 0 = background.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fasterisnet.errors import InputError
+from fasterisnet.losses.gwrp import full_precision, gwrp
+
+Bound = float | Sequence[float] | Tensor
+Foreground = Literal["hybrid", "square"]
+EPSILON = 1e-10
+
+
+class HeatmapLossParts(NamedTuple):
+    """L, L1 and L2 averaged over the samples, and the same per sample (averaged over the maps)."""
+
+    total: Tensor
+    background: Tensor
+    foreground: Tensor
+    total_per_sample: Tensor
+    background_per_sample: Tensor
+    foreground_per_sample: Tensor
+
+
+@full_precision
+def background_loss(heatmaps: Tensor, masks: Tensor, decay: float = 0.9, e: float = 1.0) -> Tensor:
+    """L1 per (sample, map): `mean over channels of -ln(1 - x/(x+E))`, x = GWRP of the normalised background."""
+    mask = _aligned(masks, heatmaps)
+    absolute = heatmaps.abs()
+    return _background(absolute, mask, _foreground_relevance(absolute, mask), decay, e)
+
+
+@full_precision
+def foreground_loss(heatmaps: Tensor, masks: Tensor, c1: Bound, c2: Bound, foreground: Foreground = "hybrid") -> Tensor:
+    """L2 per (sample, map): zero while the foreground relevance lies in [C1, C2]; both may differ between maps."""
+    return _foreground(_foreground_relevance(heatmaps.abs(), _aligned(masks, heatmaps)), c1, c2, foreground)
+
+
+@full_precision
+def heatmap_loss(
+    heatmaps: Tensor,
+    masks: Tensor,
+    c1: Bound,
+    c2: Bound,
+    *,
+    decay: float = 0.9,
+    w1: float = 1.0,
+    w2: float = 1.0,
+    e: float = 1.0,
+    foreground: Foreground = "hybrid",
+    include: Tensor | None = None,
+) -> HeatmapLossParts:
+    """`L = w1*L1 + w2*L2` of the samples chosen by `include` (see `has_foreground`), 0 if it chooses none."""
+    mask = _aligned(masks, heatmaps)
+    if include is not None:
+        if include.dtype != torch.bool or include.shape != heatmaps.shape[:1]:
+            raise InputError(
+                f"`include` must hold one bool for each of the {heatmaps.shape[0]} samples, "
+                f"but it is {include.dtype} of shape {tuple(include.shape)}; `has_foreground(masks)` makes one."
+            )
+        include = include.to(heatmaps.device)
+        heatmaps, mask = heatmaps[include], mask[include]
+    absolute = heatmaps.abs()
+    s = _foreground_relevance(absolute, mask)
+    l1 = _background(absolute, mask, s, decay, e).mean(1)
+    l2 = _foreground(s, c1, c2, foreground).mean(1)
+    per_sample = (w1 * l1 + w2 * l2, l1, l2)
+    total, background, foreground_mean = (values.sum() / max(len(values), 1) for values in per_sample)
+    return HeatmapLossParts(total, background, foreground_mean, *per_sample)
+
+
+def deep_supervision_loss(losses: Sequence[Tensor], decay: float = 0.7) -> Tensor:
+    """LRP Deep Supervision: GWRP over the losses of the supervised depths, so the worst depth counts most."""
+    if len(losses) == 0:
+        raise InputError("Deep supervision needs the loss of at least one depth, but none was given.")
+    return gwrp(torch.stack(tuple(losses), dim=-1), decay)
+
+
+class HeatmapLoss(nn.Module):
+    """`heatmap_loss` with its settings; it has no state to train or save (`Ranges` keeps C1 and C2)."""
+
+    def __init__(
+        self,
+        c1: Bound,
+        c2: Bound,
+        *,
+        decay: float = 0.9,
+        w1: float = 1.0,
+        w2: float = 1.0,
+        e: float = 1.0,
+        foreground: Foreground = "hybrid",
+    ) -> None:
+        super().__init__()
+        self.c1, self.c2 = c1, c2
+        self.decay, self.w1, self.w2, self.e = decay, w1, w2, e
+        self.foreground: Foreground = foreground
+
+    def forward(self, heatmaps: Tensor, masks: Tensor, include: Tensor | None = None) -> HeatmapLossParts:
+        """Compute the loss and its parts; see `heatmap_loss`."""
+        return heatmap_loss(
+            heatmaps,
+            masks,
+            self.c1,
+            self.c2,
+            decay=self.decay,
+            w1=self.w1,
+            w2=self.w2,
+            e=self.e,
+            foreground=self.foreground,
+            include=include,
+        )
+
+    def extra_repr(self) -> str:
+        """Show the settings when printed."""
+        names = ("c1", "c2", "decay", "w1", "w2", "e", "foreground")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def has_foreground(masks: Tensor) -> Tensor:
+    """One bool per sample: False for an empty mask, whose sample belongs in the classification loss only."""
+    return (masks != 0).flatten(1).any(dim=1)
+
+
+def prepare_masks(masks: Tensor, size: Sequence[int]) -> Tensor:
+    """Masks as bool (sample, channel, *size), whatever their dtype; resized with a warning if their size differs."""
+    if masks.ndim not in (len(size) + 1, len(size) + 2):
+        raise InputError(
+            f"Masks for heatmaps of size {tuple(size)} must have {len(size) + 1} dimensions (sample, space...) or "
+            f"{len(size) + 2} (sample, channel, space...), but they have shape {tuple(masks.shape)}."
+        )
+    masks = _binary(masks if masks.ndim == len(size) + 2 else masks.unsqueeze(1))
+    if masks.shape[2:] != tuple(size):
+        _warn_resized(tuple(masks.shape[2:]), tuple(size))
+        masks = resize_masks(masks, size)
+    return masks
+
+
+def resize_masks(masks: Tensor, size: Sequence[int]) -> Tensor:
+    """Resize the last `len(size)` dimensions: shrinking keeps a cell foreground if any of its pixels is
+    (adaptive max pooling), enlarging repeats the nearest pixel.
+    """
+    if len(size) > masks.ndim or min(size, default=0) < 1:
+        raise InputError(f"Masks of shape {tuple(masks.shape)} cannot be resized to {tuple(size)}.")
+    resized = masks
+    for dim, new in zip(range(masks.ndim - len(size), masks.ndim), size, strict=True):
+        old = resized.shape[dim]
+        if new > old:
+            nearest = (2 * torch.arange(new, device=masks.device) + 1) * old // (2 * new)
+            resized = resized.index_select(dim, nearest)
+        elif new < old:
+            rows = resized.movedim(dim, -1)
+            pooled = nn.functional.adaptive_max_pool1d(rows.reshape(1, -1, old).float(), new)
+            resized = pooled.reshape(*rows.shape[:-1], new).movedim(-1, dim)
+    return resized.to(masks.dtype)
+
+
+def _binary(masks: Tensor) -> Tensor:
+    """Masks of 0 and 1, or of 0 and 255, as bool."""
+    if masks.dtype == torch.bool or masks.numel() == 0:
+        return masks.bool()
+    strange = (masks != 0) & (masks != (255 if (masks == 255).any() else 1))
+    if strange.any():
+        sample = int(strange.flatten(1).any(dim=1).nonzero()[0])
+        raise InputError(
+            "Masks must be binary, 0 for background and 1 (or everywhere 255) for foreground, but "
+            f"{strange.double().mean():.2%} of the pixels are neither, for example "
+            f"{masks[strange][0].item():g} in sample {sample}. Threshold them first: `masks >= 0.5`, "
+            "or `masks >= 128` for 8-bit images."
+        )
+    return masks != 0
+
+
+@cache
+def _warn_resized(old: tuple[int, ...], new: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"Masks of size {old} were resized to {new}, the size of the heatmaps. If that is intended, call "
+        "`resize_masks` first; otherwise give images and masks the same transform. (Shown once.)",
+        stacklevel=2,
+    )
+
+
+def _aligned(masks: Tensor, heatmaps: Tensor) -> Tensor:
+    """Check both and return the mask as numbers (sample, 1, channel or 1, space...) that multiply the heatmaps."""
+    if heatmaps.ndim < 4:
+        raise InputError(
+            f"Heatmaps must be laid out (sample, map, channel, space...), but they have shape "
+            f"{tuple(heatmaps.shape)}; add the missing dimension with `heatmaps.unsqueeze(1)`."
+        )
+    mask = prepare_masks(masks, heatmaps.shape[3:])
+    if mask.shape[1] > 1 and mask.shape[1] != heatmaps.shape[2] and bool((mask == mask[:, :1]).all()):
+        mask = mask[:, :1]
+    if mask.shape[0] != heatmaps.shape[0] or mask.shape[1] not in (1, heatmaps.shape[2]):
+        raise InputError(
+            f"Heatmaps of {heatmaps.shape[0]} samples and {heatmaps.shape[2]} channels need masks of as many samples "
+            f"and of 1 or {heatmaps.shape[2]} channels, but the masks have shape {tuple(masks.shape)}."
+        )
+    return mask.unsqueeze(1).to(heatmaps)
+
+
+def _foreground_relevance(absolute: Tensor, mask: Tensor) -> Tensor:
+    """`s = sum(|R| * mask)` over channel and space, per (sample, map)."""
+    return (absolute * mask).flatten(2).sum(-1)
+
+
+def _background(absolute: Tensor, mask: Tensor, s: Tensor, decay: float, e: float) -> Tensor:
+    """`-ln(1 - min(x/(x+E), 1 - 1e-7))`, written `ln(1 + x/E)` with the same cap, which keeps its digits at large x.
+
+    `x = GWRP(n * (1 - mask))` with `n = |R| / (m + 1e-10)` and m the mean foreground relevance. Scaling commutes
+    with ranking, so the pooled value is divided instead of every pixel.
+    """
+    if not e > 0:
+        raise InputError(f"E in the background loss must be positive, but it is {e}.")
+    channels_per_mask = absolute.shape[2] // mask.shape[2]
+    m = s / (channels_per_mask * mask.flatten(1).sum(-1, keepdim=True) + EPSILON)
+    x = gwrp(absolute * (1 - mask), decay, start_dim=3) / (m + EPSILON).unsqueeze(-1)
+    cap = -math.log(1 - torch.tensor(1 - 1e-7, dtype=x.dtype).item())
+    return torch.log1p(x / e).clamp(max=cap).mean(-1)
+
+
+def _foreground(s: Tensor, c1: Bound, c2: Bound, foreground: Foreground) -> Tensor:
+    """f(s) of the paper (eq. newLoss) or the first paper's square version, both zero for `C1 <= s <= C2`.
+
+    Below C1: `(C1-s)^2/C1^2`. Above C2: `(C2-s)^2/C1^2`, which "hybrid" continues from C2+C1 on by `1+s-(C2+C1)`.
+    """
+    low, high = (torch.as_tensor(bound, dtype=s.dtype, device=s.device) for bound in (c1, c2))
+    for bound in (low, high):
+        if bound.ndim > 1 or bound.numel() not in (1, s.shape[1]):
+            raise InputError(
+                f"C1 and C2 must be one number or one per map ({s.shape[1]}), but have shape {tuple(bound.shape)}."
+            )
+    if not bool(((low > 0) & (high >= low) & high.isfinite()).all()):
+        raise InputError(f"C1 and C2 must be finite with 0 < C1 <= C2, but C1 is {c1} and C2 is {c2}.")
+    below, above = torch.relu(low - s) / low, torch.relu(s - high)
+    if foreground == "square":
+        return below.square() + (above / low).square()
+    if foreground == "hybrid":
+        near = torch.where(above <= low, above, low)
+        return below.square() + (near / low).square() + torch.relu(above - low)
+    raise InputError(f'The foreground loss is "hybrid" or "square", but {foreground!r} was asked for.')

@@ -1,0 +1,97 @@
+"""`explain`: heatmaps of any classifier, which can be trained through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasterisnet.errors import FasterISNetError, InputError
+from fasterisnet.relevance import rules
+from fasterisnet.relevance.engine import Trace
+from fasterisnet.relevance.targets import AllLogits, Classes, Target, resolve
+
+
+def explain(
+    model: nn.Module,
+    images: Tensor,
+    target: Target | Classes | None = None,
+    *,
+    rule: str | rules.RuleTable = "epsilon",
+    epsilon: float = 0.01,
+    box: tuple[Any, Any] | None = None,
+    layers: Sequence[str] | None = None,
+    create_graph: bool = False,
+    strict: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """Relevance of every input value for `target`, shaped like `images`.
+
+    target: None (each sample's highest logit), a class, one class a sample, or a target such as `Joint()`; with
+    `AllLogits()` the maps are (sample, class, ...). rule: "epsilon", "zplus", "gamma", "gradient" or a `RuleTable`.
+    box: the (low, high) the images live in, numbers or one a channel, for zB on the first layer. layers: names of
+    modules; the answer is then a dict with "input" and the relevance at each module's output. create_graph: the maps
+    can be trained through; otherwise the model, its statistics and the random state are left as they were.
+    strict: an operation without a rule is an error instead of a warning.
+    """
+    check_images(images)
+    table = rules.table(rule, epsilon)
+    wanted = resolve(target)
+    with nullcontext() if create_graph else observing(model):
+        trace = Trace(model, images, [table], box=box, layers=layers or (), strict=strict)
+        with trace.open():
+            maps = relevance_maps(trace, table, wanted, create_graph=create_graph)
+    return maps if layers is not None else maps["input"]
+
+
+def relevance_maps(
+    trace: Trace, table: rules.RuleTable, target: Target, *, create_graph: bool, use_box: bool = True
+) -> dict[str, Tensor]:
+    """The maps of one target over an open trace; `AllLogits` stacks one map a class."""
+    scores = target(trace.logits)
+    if isinstance(target, AllLogits):
+        passes = [
+            trace.relevance(table, score, use_box=use_box, create_graph=create_graph) for score in scores.unbind(1)
+        ]
+        return {name: torch.stack([maps[name] for maps in passes], 1) for name in passes[0]}
+    if scores.shape != trace.logits.shape[:1]:
+        raise InputError(
+            f"The target returned shape {tuple(scores.shape)} for {trace.logits.shape[0]} samples; "
+            "it has to return one number per sample."
+        )
+    return trace.relevance(table, scores, use_box=use_box, create_graph=create_graph)
+
+
+def check_images(images: Any) -> None:
+    """Refuses what cannot be explained, saying why."""
+    if not isinstance(images, Tensor):
+        raise InputError(f"images is a {type(images).__name__}; it has to be a tensor (batch, channels, ...).")
+    if not images.is_floating_point():
+        raise InputError(f"images are {images.dtype}; convert them to floating point, e.g. images.float() / 255.")
+    if images.ndim < 2 or images.numel() == 0:
+        raise InputError(f"images have shape {tuple(images.shape)}; they have to be (batch, channels, ...), not empty.")
+    if not bool(torch.isfinite(images).all()):
+        sample = int((~torch.isfinite(images)).flatten(1).any(1).nonzero()[0])
+        raise InputError(f"images contain NaN or infinite values, first in sample {sample}.")
+
+
+@contextmanager
+def observing(model: nn.Module) -> Iterator[None]:
+    """Leaves buffers (running statistics) and random states as they were, whatever the forward pass does to them."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
+    with torch.random.fork_rng(_devices(model)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in saved:
+                    buffer.copy_(before)
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
+__all__ = ["FasterISNetError", "explain"]

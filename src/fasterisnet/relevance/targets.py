@@ -1,0 +1,140 @@
+"""What is explained: one number per sample made of its logits. Relevance starts from there.
+
+Any callable `logits (batch, classes) -> (batch,)` is a target; these are the named ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fasterisnet.errors import InputError
+
+Classes = int | Tensor
+Target = Callable[[Tensor], Tensor]
+
+
+def chosen(logits: Tensor, classes: Classes) -> Tensor:
+    """Class indices, one a sample, checked against the logits."""
+    count = logits.shape[1]
+    index = torch.as_tensor(classes, device=logits.device)
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise InputError(f"Classes have to be integers; they are {index.dtype}.")
+    if index.ndim == 0:
+        index = index.expand(logits.shape[0])
+    if index.shape != logits.shape[:1]:
+        raise InputError(
+            f"There are {tuple(index.shape)} target classes for {logits.shape[0]} images; give one integer, or one a sample."
+        )
+    if bool(((index < 0) | (index >= count)).any()):
+        wrong = int(index[(index < 0) | (index >= count)][0])
+        raise InputError(f"Target class {wrong} is out of range: the model has {count} outputs, 0 to {count - 1}.")
+    return index.long()
+
+
+def _pick(values: Tensor, index: Tensor) -> Tensor:
+    return values.gather(1, index.unsqueeze(1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Logit:
+    """The logit of a class: one for all samples, or one each."""
+
+    classes: Classes
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return _pick(logits, chosen(logits, self.classes))
+
+
+@dataclass(frozen=True)
+class Joint:
+    """All logits at once, each started at its own value."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.sum(1)
+
+
+@dataclass(frozen=True)
+class Highest:
+    """Each sample's highest logit."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return _pick(logits, logits.argmax(1))
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """Each sample's lowest logit."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return _pick(logits, logits.argmin(1))
+
+
+@dataclass(frozen=True)
+class Probability:
+    """The softmax probability of a class (of a single logit: the sigmoid)."""
+
+    classes: Classes
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        index = chosen(logits, self.classes)
+        return _pick(logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1), index)
+
+
+@dataclass(frozen=True)
+class Eta:
+    """`eta_c = ln(P_c + mu) - ln(1 - P_c + mu)`: the log odds of a class, bounded by mu."""
+
+    classes: Classes
+    mu: float = 0.01
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        index = chosen(logits, self.classes)
+        if logits.shape[1] == 1:
+            log_p = torch.nn.functional.logsigmoid(logits[:, 0])
+            log_rest = torch.nn.functional.logsigmoid(-logits[:, 0])
+        else:
+            others = logits.masked_fill(_one_hot(index, logits), -math.inf).logsumexp(1)
+            both = logits.logsumexp(1)
+            log_p, log_rest = _pick(logits, index) - both, others - both
+        if self.mu == 0:
+            return log_p - log_rest
+        mu = torch.full_like(log_p, math.log(self.mu))
+        return torch.logaddexp(log_p, mu) - torch.logaddexp(log_rest, mu)
+
+
+@dataclass(frozen=True)
+class EtaOfLowest:
+    """Eta of each sample's lowest logit: what the Selective ISNet explains."""
+
+    mu: float = 0.01
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return Eta(logits.detach().argmin(1), self.mu)(logits)
+
+
+@dataclass(frozen=True)
+class AllLogits:
+    """Every logit, one map each."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+def _one_hot(index: Tensor, logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(1)
+
+
+def resolve(target: Target | Classes | None) -> Target:
+    """None: the highest logit. An integer or a tensor of classes: those logits. A callable: itself."""
+    if target is None:
+        return Highest()
+    if isinstance(target, int | Tensor):
+        return Logit(target)
+    if callable(target):
+        return target
+    raise InputError(f"target is a {type(target).__name__}; give None, an integer, a tensor of classes or a callable.")
