@@ -169,7 +169,7 @@ def _linear(trace: Trace, name: str, operation: Linear) -> Tensor:
     assert tag is not None
     operation.non_negative, operation.path = tag.non_negative, tag.path
     # The ordinary derivative never needs the gradient of the images, so it is not computed.
-    native_x = x.detach() if x is trace.root and not trace.root_is_users else x
+    native_x = x.detach() if x is trace.entry and not trace.root_is_users else x
     y = operation.forward(native_x, operation.weight, operation.bias)
     trace.note(name, "linear")
     return trace.rewire(operation, y, operation=operation, origin=operation)
@@ -324,18 +324,18 @@ def layer_norm(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kw
     def mean_of(t: Tensor) -> Tensor:
         return grouped(t).mean(-1, keepdim=True).expand_as(grouped(t)).reshape_as(t)
 
-    with torch.no_grad():
-        mean = mean_of(x) if centred else torch.zeros_like(x)
-        inverse = torch.rsqrt(mean_of((x - mean) ** 2) + eps)
+    # Constant for the relevance that passes, yet part of the graph: gradients of the maps stay exact.
+    mean = mean_of(x) if centred else torch.zeros_like(x)
+    inverse = torch.rsqrt(mean_of((x - mean) ** 2) + eps)
     gamma, beta = (
         t if t is None or not groups else t.view(-1, *[1] * (x.ndim - 2)) for t in (weight, bias)
     )
     scale = inverse if gamma is None else inverse * gamma
-    shift = (0 if beta is None else beta) - mean * scale
+    shift = (0 if beta is None else beta.detach()) - mean * scale
     trace.leave_root(name, x)
     trace.note(name, "norm, normaliser constant")
     operation = Norm(
-        trace.state, name, x, scale, shift.detach(), lambda: func(*args, **kwargs),
+        trace.state, name, x, scale, shift, lambda: func(*args, **kwargs),
         centred=(lambda t: t - mean_of(t)) if centred else (lambda t: t),
     )  # fmt: skip
     return trace.rewire(operation, y, origin=operation)
@@ -397,15 +397,13 @@ def activation(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kw
         return trace.ordinary(name, func, args, kwargs)
     trace.leave_root(name, x)
     if in_place:
-        trace.before_overwriting(x)
-        kept = x.clone()
-        y = _activated(trace, name, func, args, kwargs, kept, tag, aside=x)
-        return trace.overwrite(x, y)
+        kept = trace.before_overwriting(x, keep=True)
+        return trace.overwrite(x, _activated(trace, name, func, args, kwargs, kept, tag))
     return _activated(trace, name, func, args, kwargs, x, tag)
 
 
 def _activated(
-    trace: Trace, name: str, func: Any, args: Any, kwargs: Any, x: Tensor, tag: Any, aside: Tensor | None = None
+    trace: Trace, name: str, func: Any, args: Any, kwargs: Any, x: Tensor, tag: Any
 ) -> Tensor:
     settings = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
 
@@ -474,8 +472,7 @@ def add(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
         return result
     trace.note(name, "sum")
     if in_place:
-        trace.before_overwriting(a)
-        return trace.overwrite(a, _sum(trace, name, a.clone(), b, alpha, facts))
+        return trace.overwrite(a, _sum(trace, name, trace.before_overwriting(a, keep=True), b, alpha, facts))
     return _sum(trace, name, a, b, alpha, facts)
 
 
@@ -502,8 +499,7 @@ def mul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
     tag_a, tag_b = trace.tag(a), trace.tag(b)
     if tag_a is not None and tag_b is not None:
         if in_place:
-            kept = a.clone()
-            trace.mark(kept, gate=tag_a.gate, non_negative=tag_a.non_negative)
+            kept = trace.before_overwriting(a, keep=True)
             return trace.overwrite(a, _product_of_activations(trace, "mul", torch.mul, kept, kept if b is a else b))
         return _product_of_activations(trace, "mul", torch.mul, a, b)
     return _scaled(trace, name, in_place, func, args, kwargs, tag_a or tag_b, b if tag_b is None else a)
@@ -537,7 +533,8 @@ def div(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
         return trace.ordinary("reciprocal", func, args, kwargs)
     trace.leave_root(name, a, b)
     trace.note(name, "quotient, denominator constant")
-    y = torch.div(a, trace.operand(name, "constant", b))
+    kept = trace.before_overwriting(a, keep=True) if in_place else a
+    y = torch.div(kept, trace.operand(name, "constant", b))
     trace.mark(y, gate=tag_a.gate, non_negative=tag_a.non_negative and tag_b.non_negative)
     return trace.overwrite(a, y) if in_place else y
 

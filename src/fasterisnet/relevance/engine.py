@@ -119,6 +119,7 @@ class Trace(TorchFunctionMode):
         self.not_first = ""
         self.root_is_users = images.requires_grad
         self.root = images if self.root_is_users else images.detach().requires_grad_()
+        self.entry = self.root
         self._opening: list[Callable[..., Any]] = []
         self._module_names: dict[int, str] | None = None
         self.logits = self._run()
@@ -127,20 +128,18 @@ class Trace(TorchFunctionMode):
 
     def _run(self) -> Tensor:
         handles = self._capture_layers()
-        version = self.root._version
-        had = vars(self.root).get("_fasterisnet")
-        self.root._fasterisnet = Tag(version, non_negative=self._starts_non_negative(), path=_same)  # type: ignore[attr-defined]
         try:
-            with torch.enable_grad(), self:
-                output = self.model(self.root)
+            with torch.enable_grad():
+                self.entry = self.root.clone()  # what the model gets, and may overwrite
+                self.mark(self.entry, non_negative=self._starts_non_negative(), path=_same)
+                with self:
+                    output = self.model(self.entry)
         except BaseException:
             self.close()
             raise
         finally:
             for handle in handles:
                 handle.remove()
-            if had is None:
-                del self.root._fasterisnet  # type: ignore[attr-defined]
         try:
             logits = self._checked_logits(output)
         except FasterISNetError:
@@ -348,22 +347,29 @@ class Trace(TorchFunctionMode):
             self.mark(alias, gate=tag.gate, non_negative=tag.non_negative)
         return alias
 
-    def before_overwriting(self, t: Tensor) -> None:
-        """An in-place operation is about to change t: save what a rule or a captured layer still needs of it."""
+    def before_overwriting(self, t: Tensor, *, keep: bool = False) -> Tensor:
+        """An in-place operation is about to change t: saves what a rule or a captured layer still needs of it.
+
+        Returns a tensor that keeps the old value: a copy where one was needed or asked for (`keep`), else t itself.
+        """
         tag = vars(t).get("_fasterisnet")
         if not isinstance(tag, Tag) or tag is PASSIVE or tag.version != t._version:
-            return
-        copy = None
-        if tag.captured:
-            copy = t.clone()
-            self.captures[tag.captured].value = copy
-        if self.values_needed and tag.operation is not None and tag.operation.y is t:
-            tag.operation.keep(t.clone() if copy is None else copy)
+            tag = None
+        held = self.values_needed and tag is not None and tag.operation is not None and tag.operation.y is t
+        if not (keep or held or (tag is not None and tag.captured)):
+            return t
+        copy = t.clone()
+        if tag is not None:
+            self.mark(copy, gate=tag.gate, non_negative=tag.non_negative, operation=tag.operation)
+            if tag.captured:
+                self.captures[tag.captured].value = copy
+            if held and tag.operation is not None:
+                tag.operation.keep(copy)
+        return copy
 
     def overwrite(self, t: Tensor, y: Tensor) -> Tensor:
         """Ends an in-place operation on t whose result is y."""
         tag = self.tag(y)
-        self.before_overwriting(t)
         cast(Tensor, Assign.apply(t, y))
         self.mark(t, gate=bool(tag and tag.gate), non_negative=bool(tag and tag.non_negative))
         return t
@@ -470,8 +476,8 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
 
 
 def _reporter(state: State, unruled: Unruled, name: str, module: str) -> Callable[[Tensor], None]:
-    def hook(_grad: Tensor) -> None:
-        if state.active and state.table is not None and state.table.name != "gradient":
+    def hook(grad: Tensor | None) -> None:
+        if grad is not None and state.table is not None and state.table.name != "gradient":
             unruled.report(name, module)
 
     return hook

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasterisnet.errors import FasterISNetError, InputError
+from fasterisnet.errors import InputError
 from fasterisnet.relevance import rules
 from fasterisnet.relevance.engine import Trace
 from fasterisnet.relevance.targets import AllLogits, Classes, Target, resolve
@@ -80,7 +80,8 @@ def check_images(images: Any) -> None:
 @contextmanager
 def observing(model: nn.Module) -> Iterator[None]:
     """Leaves buffers (running statistics) and random states as they were, whatever the forward pass does to them."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
+    learning = any(module.training for module in model.modules())
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()] if learning else []
     with torch.random.fork_rng(_devices(model)):
         try:
             yield
@@ -92,6 +93,3 @@ def observing(model: nn.Module) -> Iterator[None]:
 
 def _devices(model: nn.Module) -> list[torch.device]:
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})
-
-
-__all__ = ["FasterISNetError", "explain"]

@@ -216,7 +216,7 @@ def linear_gamma(gamma: float) -> Rule:
 
     def rule(op: Linear, G: Tensor, _y: Tensor | None, epsilon: float) -> list[Share]:
         weight = op.weight + gamma * op.weight.clamp(min=0)
-        bias = None if op.bias is None else (op.bias + gamma * op.bias.clamp(min=0)).detach()
+        bias = None if op.bias is None else op.bias + gamma * op.bias.clamp(min=0)
         z = op.forward(op.x, weight, bias)
         s = G if op.is_output else Quotient.apply(G, op.value(), z, epsilon, True)
         return [(op.x, op.transpose(s, weight))]

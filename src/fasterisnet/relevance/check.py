@@ -1,0 +1,176 @@
+"""`check`: can this model be explained and trained through? A verdict before anyone trains for a day."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasterisnet.errors import RuleWarning
+from fasterisnet.relevance import rules
+from fasterisnet.relevance.engine import Met, Trace
+from fasterisnet.relevance.explain import check_images, observing, relevance_maps
+from fasterisnet.relevance.targets import Classes, Target, resolve
+
+EXPLOSION = 1e4
+SECOND_ORDER_TOLERANCE = 1e-4
+STEPS = (1e-6, 1e-7, 1e-8, 1e-9, 1e-5)
+
+
+@dataclass
+class Verdict:
+    """What `check` found. True if the maps can be trusted; prints as a small table."""
+
+    rule: str
+    operations: list[Met]
+    without_rule: list[Met]
+    scores: list[float]
+    sums: list[float]
+    magnitude: float
+    finite: bool
+    second_order_error: float
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        rows = [("operation", "times", "first in", "treatment")]
+        rows += [(m.name, str(m.count), m.module or "(model)", m.treatment) for m in self.operations]
+        kept = [f"{total:.3g} of {score:.3g}" for total, score in zip(self.sums, self.scores, strict=True)][:4]
+        facts = [
+            ("relevance kept", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("sum of |relevance|", f"{self.magnitude:.3g} a sample"),
+            ("finite values", "yes" if self.finite else "NO"),
+            ("second-order gradient", f"relative error {self.second_order_error:.1e} against finite differences"),
+        ]
+        verdict = "OK: every operation has a rule, the maps can be trusted." if self.ok else "Problems:"
+        return "\n".join(
+            [f"rule {self.rule}", *_columns(rows), "", *_columns(facts), "", verdict, *[f"- {p}" for p in self.problems]]
+        )
+
+
+def check(
+    model: nn.Module,
+    images: Tensor,
+    target: Target | Classes | None = None,
+    *,
+    rule: str | rules.RuleTable = "epsilon",
+    epsilon: float = 0.01,
+    box: tuple[Any, Any] | None = None,
+) -> Verdict:
+    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold."""
+    check_images(images)
+    table = rules.table(rule, epsilon)
+    wanted = resolve(target)
+    with observing(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuleWarning)
+        trace = Trace(model, images, [table], box=box)
+        with trace.open():
+            scores = wanted(trace.logits).detach()
+            maps = relevance_maps(trace, table, wanted, create_graph=False)["input"]
+        error = _second_order_error(model, images, wanted, table, box)
+    maps = maps.reshape(scores.numel(), -1)
+    reached = trace.unruled.warned
+    verdict = Verdict(
+        rule=table.name,
+        operations=sorted(trace.met.values(), key=lambda m: (m.treatment, m.name)),
+        without_rule=[Met(name, "ordinary derivative", module=module) for name, module in sorted(reached)],
+        scores=scores.flatten().tolist(),
+        sums=maps.sum(1).tolist(),
+        magnitude=float(maps.abs().sum(1).mean()),
+        finite=bool(torch.isfinite(maps).all()),
+        second_order_error=error,
+    )
+    verdict.problems = _problems(verdict, maps)
+    return verdict
+
+
+def _problems(verdict: Verdict, maps: Tensor) -> list[str]:
+    found = [
+        f"'{m.name}' in '{m.module or '(model)'}' has no rule; its ordinary derivative is used instead."
+        for m in verdict.without_rule
+    ]
+    if not verdict.finite:
+        return [*found, "Some relevance is not finite. Is the model trained, or its initialisation far too large?"]
+    if bool((maps == 0).all()):
+        return [*found, "All relevance is zero. A zero-initialised last layer does this; so does a dead network."]
+    scale = max(abs(s) for s in verdict.scores)
+    if verdict.magnitude > EXPLOSION * max(scale, 1.0):
+        found.append(f"Relevance explodes: {verdict.magnitude:.1e} a sample for scores up to {scale:.1e}.")
+    if not verdict.second_order_error < SECOND_ORDER_TOLERANCE:
+        found.append(
+            f"Gradients of the maps differ from finite differences by {verdict.second_order_error:.1e}: "
+            "training through them would go wrong."
+        )
+    return found
+
+
+def _second_order_error(
+    model: nn.Module, images: Tensor, target: Target, table: rules.RuleTable, box: tuple[Any, Any] | None
+) -> float:
+    """A random directional derivative of a random projection of the maps, against central differences, in float64.
+
+    Done in evaluation mode on a copy, for the weights (not biases: constants in z+) of three layers across the network.
+    """
+    double = copy.deepcopy(model).double().eval()
+    images = images[: min(2, len(images))].detach().double()
+    if isinstance(box, tuple):
+        box = tuple(b.double() if isinstance(b, Tensor) else b for b in box)  # type: ignore[assignment]
+    weights = [p for p in double.parameters() if p.ndim > 1]
+    if not weights:
+        return 0.0
+    weights = [weights[i] for i in sorted({0, len(weights) // 2, len(weights) - 1})]
+    for parameter in double.parameters():
+        parameter.requires_grad_(any(parameter is w for w in weights))
+    generator = torch.Generator().manual_seed(0)
+    projection: list[Tensor] = []
+
+    def loss(create_graph: bool) -> Tensor:
+        trace = Trace(double, images, [table], box=box)
+        with trace.open():
+            maps = relevance_maps(trace, table, target, create_graph=create_graph)["input"]
+        if not projection:
+            projection.append(torch.randn(maps.shape, generator=generator, dtype=maps.dtype).to(maps.device))
+        return (maps * projection[0]).sum()
+
+    value = loss(create_graph=True)
+    if not value.requires_grad:
+        return float("nan")
+    gradients = torch.autograd.grad(value, weights, allow_unused=True)
+    directions = [torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device) * w.std() for w in weights]
+    expected = sum(float((g * d).sum().detach()) for g, d in zip(gradients, directions, strict=True) if g is not None)
+    return _best_agreement(weights, directions, expected, lambda: float(loss(create_graph=False)))
+
+
+def _best_agreement(weights: Sequence[Tensor], directions: Sequence[Tensor], expected: float, loss: Any) -> float:
+    """The smallest relative error over several step sizes: ReLU and max pooling have kinks, which a step may cross."""
+    best = float("inf")
+    originals = [w.detach().clone() for w in weights]
+    for step in STEPS:
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for weight, original, direction in zip(weights, originals, directions, strict=True):
+                    weight.copy_(original + sign * step * direction)
+            values.append(loss())
+        measured = (values[0] - values[1]) / (2 * step)
+        size = max(abs(measured), abs(expected))
+        best = min(best, abs(measured - expected) / size if size > 0 else 0.0)
+        if best < SECOND_ORDER_TOLERANCE / 100:
+            break
+    return best
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
