@@ -39,6 +39,12 @@ class Step(nn.Module):
     def gamma(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
         return self.epsilon(xs, y, G, eps)
 
+    def gradient(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
+        """The derivative, by autograd."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in xs]
+            return list(torch.autograd.grad(self.value(*leaves), leaves, G))
+
     def zplus(self, xs: list[Tensor], y: Tensor, R: Tensor, eps: float) -> list[Tensor]:
         raise NotImplementedError
 
@@ -159,15 +165,17 @@ class Norm(Step):
     def value(self, x: Tensor) -> Tensor:
         mean, var = (along(t, x) for t in self.statistics(x))
         y = (x - mean) / (var + self.module.eps).sqrt()
-        return y if self.module.weight is None else y * along(self.module.weight, x) + along(self.module.bias, x)
+        if self.module.weight is not None:
+            y = y * along(self.module.weight, x)
+        return y if self.module.bias is None else y + along(self.module.bias, x)
 
     def affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mean, var = (t.detach() for t in self.statistics(x))
         scale = 1 / (var + self.module.eps).sqrt()
-        if self.module.weight is None:
-            return scale, -mean * scale
-        scale = self.module.weight * scale
-        return scale, (self.module.bias - mean * scale).detach()
+        if self.module.weight is not None:
+            scale = self.module.weight * scale
+        bias = 0 if self.module.bias is None else self.module.bias
+        return scale, (bias - mean * scale).detach()
 
     def epsilon(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
         return [G * along(self.affine(xs[0])[0], xs[0])]
@@ -379,7 +387,7 @@ def along(vector: Tensor, like: Tensor) -> Tensor:
 
 
 def stabilised(z: Tensor, eps: float) -> Tensor:
-    return z + eps * torch.where(z >= 0, 1.0, -1.0)
+    return torch.where(z >= 0, z + eps, z - eps)
 
 
 def positive_z(x: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
@@ -420,6 +428,16 @@ class Program(nn.Module):
         super().__init__()
         self.steps = nn.ModuleList(step for step, _ in steps)
         self.wiring = [inputs for _, inputs in steps]
+
+    def __repr__(self) -> str:
+        """One line a step: what it computes from which values."""
+        lines = []
+        for i, (step, inputs) in enumerate(zip(self.steps, self.wiring, strict=True), 1):
+            inner = next((v for k, v in vars(step).items() if k in ("function", "spelling")), "")
+            inner = next(iter(step.children()), inner)
+            place = " in place" if step.in_place else ""
+            lines.append(f"  {i} = {type(step).__name__}{place}{inputs} {inner}")
+        return "\n".join(["Program, train mode" if self.training else "Program, eval mode", *lines])
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x]

@@ -130,7 +130,6 @@ class Watched(nn.Module):
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -320,7 +320,9 @@ def in_place_first(change: Callable[[Tensor], Tensor]) -> Net:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x.sub_(0.5), lambda x: F.relu(x, inplace=True), lambda x: x.mul_(2.0)], ids=["sub", "relu", "mul"]
+    "change",
+    [lambda x: x.sub_(0.5), lambda x: F.relu(x, inplace=True), lambda x: x.mul_(2.0)],
+    ids=["sub", "relu", "mul"],
 )
 def test_a_model_that_overwrites_its_input(change: Callable[[Tensor], Tensor]) -> None:
     """The images are kept, and the map is that of the same model without the in-place step."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fasterisnet.errors import RuleWarning
 from fasterisnet.relevance import rules
 from fasterisnet.relevance.engine import Met, Trace
-from fasterisnet.relevance.explain import check_images, observing, relevance_maps
+from fasterisnet.relevance.explain import check_inputs, observing, relevance_maps
 from fasterisnet.relevance.targets import Classes, Target, resolve
 
 EXPLOSION = 1e4
@@ -55,7 +55,15 @@ class Verdict:
         ]
         verdict = "OK: every operation has a rule, the maps can be trusted." if self.ok else "Problems:"
         return "\n".join(
-            [f"rule {self.rule}", *_columns(rows), "", *_columns(facts), "", verdict, *[f"- {p}" for p in self.problems]]
+            [
+                f"rule {self.rule}",
+                *_columns(rows),
+                "",
+                *_columns(facts),
+                "",
+                verdict,
+                *[f"- {p}" for p in self.problems],
+            ]
         )
 
 
@@ -69,16 +77,17 @@ def check(
     box: tuple[Any, Any] | None = None,
 ) -> Verdict:
     """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold."""
-    check_images(images)
+    check_inputs(model, images)
     table = rules.table(rule, epsilon)
     wanted = resolve(target)
+    twin = copy.deepcopy(model).eval()
     with observing(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuleWarning)
         trace = Trace(model, images, [table], box=box)
         with trace.open():
             scores = wanted(trace.logits).detach()
             maps = relevance_maps(trace, table, wanted, create_graph=False)["input"]
-        error = _second_order_error(model, images, wanted, table, box)
+        error = _second_order_error(twin, images, wanted, table, box)
     maps = maps.reshape(scores.numel(), -1)
     reached = trace.unruled.warned
     verdict = Verdict(
@@ -120,35 +129,34 @@ def _second_order_error(
 ) -> float:
     """A random directional derivative of a random projection of the maps, against central differences, in float64.
 
-    Done in evaluation mode on a copy, for the weights (not biases: constants in z+) of three layers across the network.
+    Measured for the weights (not biases: constants in z+) of three layers across the network. Changes the model.
     """
-    double = copy.deepcopy(model).double().eval()
-    images = images[: min(2, len(images))].detach().double()
-    if isinstance(box, tuple):
-        box = tuple(b.double() if isinstance(b, Tensor) else b for b in box)  # type: ignore[assignment]
-    weights = [p for p in double.parameters() if p.ndim > 1]
+    model, images = model.double(), images[:2].detach().double()
+    weights = [p for p in model.parameters() if p.ndim > 1 and p.is_floating_point()]
     if not weights:
         return 0.0
     weights = [weights[i] for i in sorted({0, len(weights) // 2, len(weights) - 1})]
-    for parameter in double.parameters():
+    for parameter in model.parameters():
         parameter.requires_grad_(any(parameter is w for w in weights))
     generator = torch.Generator().manual_seed(0)
-    projection: list[Tensor] = []
+
+    def random_like(t: Tensor) -> Tensor:
+        return torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device)
+
+    projection = random_like(images)
 
     def loss(create_graph: bool) -> Tensor:
-        trace = Trace(double, images, [table], box=box)
+        trace = Trace(model, images, [table], box=box)
         with trace.open():
             maps = relevance_maps(trace, table, target, create_graph=create_graph)["input"]
-        if not projection:
-            projection.append(torch.randn(maps.shape, generator=generator, dtype=maps.dtype).to(maps.device))
-        return (maps * projection[0]).sum()
+        return (maps.reshape(len(images), -1, *images.shape[1:]).sum(1) * projection).sum()
 
     value = loss(create_graph=True)
     if not value.requires_grad:
         return float("nan")
     gradients = torch.autograd.grad(value, weights, allow_unused=True)
-    directions = [torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device) * w.std() for w in weights]
-    expected = sum(float((g * d).sum().detach()) for g, d in zip(gradients, directions, strict=True) if g is not None)
+    directions = [random_like(w) * w.detach().std() for w in weights]
+    expected = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True) if g is not None)
     return _best_agreement(weights, directions, expected, lambda: float(loss(create_graph=False)))
 
 

@@ -9,91 +9,29 @@ Nothing of the model is changed: operations are caught where they are called, by
 from __future__ import annotations
 
 import sys
-import types as types_module
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fasterisnet.errors import FasterISNetError, InputError, RuleError, RuleWarning
-from fasterisnet.relevance.catalogue import GATES, HANDLERS, ORDINARY, SIGNED, STRUCTURAL, base_name
+from fasterisnet.errors import FasterISNetError, InputError, RuleError
+from fasterisnet.relevance.catalogue import GATES, ORDINARY, SIGNED, STRUCTURAL, WHOLE, base_name
 from fasterisnet.relevance.functions import Alias, Assign, Rewire
-from fasterisnet.relevance.operations import Linear, Norm, Operand, Operation, State
+from fasterisnet.relevance.linear import HANDLERS
+from fasterisnet.relevance.opening import opened, tensors
+from fasterisnet.relevance.operations import Linear, Operand, Operation, State
 from fasterisnet.relevance.rules import RuleTable
-
-Path = Callable[[Tensor], Tensor]
-
-
-@dataclass(slots=True)
-class Tag:
-    """What the trace knows of a tensor that depends on the network input.
-
-    gate: a sigmoid, a softmax or a normaliser, constant in products. operation: the linear operation or batch norm whose
-    output it is; origin: the same, rearranged or not. path: how the network input was padded or reshaped into it.
-    captured: the named layer whose output it is.
-    """
-
-    version: int
-    gate: bool = False
-    non_negative: bool = False
-    operation: Operation | None = None
-    origin: Operation | None = None
-    path: Path | None = None
-    captured: str = ""
-
-
-PASSIVE = Tag(-1)
-
-
-@dataclass
-class Met:
-    """An operation the network used: how it is treated, how often it was met, where first."""
-
-    name: str
-    treatment: str
-    count: int = 0
-    module: str = ""
-
-
-@dataclass
-class Capture:
-    """The output of a named module: its value and the place in the graph where its G can be read."""
-
-    value: Tensor | None = None
-    edge: Any = None
-    operation: Operation | None = None
-    fused: bool = False
-    runs: int = 0
-
-
-@dataclass
-class Unruled:
-    """Operations without a rule that relevance has been seen to pass."""
-
-    strict: bool
-    warned: set[tuple[str, str]] = field(default_factory=set)
-
-    def report(self, name: str, module: str) -> None:
-        message = (
-            f"Operation '{name}' in module '{module or '(the model itself)'}' has no relevance rule: "
-            "its ordinary derivative was used. fasterisnet.check(model, images) shows what that does to the maps."
-        )
-        if self.strict:
-            raise RuleError(message)
-        if (name, module) not in self.warned:
-            self.warned.add((name, module))
-            warnings.warn(message, RuleWarning, stacklevel=2)
+from fasterisnet.relevance.tags import PASSIVE, Capture, Met, Path, Tag, Unruled, reporter
 
 
 class Trace(TorchFunctionMode):
     """One forward pass of a network, open for any number of relevance passes; close it when they are done.
 
-    `tables`: the rules that will be asked for. `box`: zB will be asked for. `layers`: modules whose relevance is wanted.
+    tables: the rules that will be asked for. box: zB will be asked for. layers: modules whose relevance is wanted.
     """
 
     def __init__(
@@ -113,8 +51,11 @@ class Trace(TorchFunctionMode):
         self.values_needed = any(table.needs_values for table in tables)
         self.box = box
         self.operations: list[Operation] = []
+        self.readers: dict[int, list[Operation]] = {}
         self.met: dict[tuple[str, str], Met] = {}
         self.unruled = Unruled(strict)
+        if isinstance(layers, str):
+            raise InputError(f"layers is the string '{layers}'; give a list of module names, ['{layers}'].")
         self.captures = {name: Capture() for name in layers}
         self.not_first = ""
         self.root_is_users = images.requires_grad
@@ -129,7 +70,7 @@ class Trace(TorchFunctionMode):
     def _run(self) -> Tensor:
         handles = self._capture_layers()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _no_checkpointing():
                 self.entry = self.root.clone()  # what the model gets, and may overwrite
                 self.mark(self.entry, non_negative=self._starts_non_negative(), path=_same)
                 with self:
@@ -160,18 +101,20 @@ class Trace(TorchFunctionMode):
                 f"The model returned {type(output).__name__}; it has to return a tensor (batch, classes) or an object "
                 "with such a tensor as .logits. Wrap the model so that it does."
             )
-        if logits.ndim != 2 or logits.shape[0] != self.root.shape[0]:
+        if logits.ndim != 2 or logits.shape[0] != self.root.shape[0] or logits.shape[1] == 0:
             raise InputError(
                 f"The model returned a tensor of shape {tuple(logits.shape)} for {self.root.shape[0]} images; "
                 "it has to be (batch, classes)."
             )
-        if not logits.requires_grad:
+        if self.tag(logits) is None:
             raise InputError("The model's output does not depend on its input in a differentiable way (detached?).")
         return logits
 
     def _capture_layers(self) -> list[Any]:
         modules = dict(self.model.named_modules())
         for name in self.captures:
+            if not isinstance(name, str):
+                raise InputError(f"layers holds {name!r}; it has to be a list of module names.")
             if name not in modules:
                 close = [m for m in modules if m.endswith(name.split(".")[-1])][:3]
                 hint = f" Did you mean {' or '.join(close)}?" if close else " model.named_modules() lists the names."
@@ -206,14 +149,14 @@ class Trace(TorchFunctionMode):
         if name == "get":
             return self._attribute(func, args)
         handler = HANDLERS.get(name)
-        python = isinstance(func, types_module.FunctionType)
+        python = isinstance(func, FunctionType)
         if handler is None or python:
-            opened = _opened(func) if python and name not in STRUCTURAL and name not in ORDINARY else None
-            if opened is not None and func not in self._opening:
+            body = opened(func) if python and name not in STRUCTURAL | ORDINARY | WHOLE else None
+            if body is not None and func not in self._opening:
                 self._opening.append(func)
                 try:
                     with self:
-                        return opened(*args, **kwargs)
+                        return body(*args, **kwargs)
                 finally:
                     self._opening.pop()
             if handler is None:
@@ -223,17 +166,17 @@ class Trace(TorchFunctionMode):
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         result = func(*args)
         if isinstance(result, Tensor) and result.requires_grad and result is not args[0]:
-            self.pass_tag(args[0], result, lambda t: func(t))
+            self.pass_tag(args[0], result, func)
         return result
 
     def ordinary(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operation that keeps its ordinary derivative, and says so where it should have had a rule."""
-        tensors = list(_tensors(args, kwargs))
-        active = [t for t in tensors if self.tag(t) is not None]
-        if tensors and base_name(getattr(func, "__name__", ""))[1]:
-            self.before_overwriting(tensors[0])
+        operands = list(tensors(args, kwargs))
+        active = [t for t in operands if self.tag(t) is not None]
+        if operands and base_name(getattr(func, "__name__", ""))[1]:
+            self.before_overwriting(operands[0])
         result = func(*args, **kwargs)
-        results = [t for t in _tensors(result) if t.requires_grad]
+        results = [t for t in tensors(result) if t.requires_grad]
         if not results:
             return result
         if not active:
@@ -245,8 +188,8 @@ class Trace(TorchFunctionMode):
         structural = name in STRUCTURAL
         self.note(name, "ordinary derivative" if structural or name in ORDINARY else "no rule")
         for t in results:
-            if structural and len(tensors) == 1 and t is not tensors[0]:
-                self.pass_tag(tensors[0], t, _replay(func, args, kwargs) if args and args[0] is tensors[0] else None)
+            if structural and len(operands) == 1 and t is not operands[0]:
+                self.pass_tag(operands[0], t, _replay(func, args, kwargs) if args and args[0] is operands[0] else None)
                 continue
             self.leave_root(name, *active)
             known = structural or name in ORDINARY
@@ -254,10 +197,12 @@ class Trace(TorchFunctionMode):
                 t,
                 gate=name in GATES or (structural and all(tag.gate for tag in tags)),
                 non_negative=name in GATES
-                or (known and name not in SIGNED and len(active) == len(tensors) and all(g.non_negative for g in tags)),
+                or (
+                    known and name not in SIGNED and len(active) == len(operands) and all(g.non_negative for g in tags)
+                ),
             )
             if not known:
-                t.register_hook(_reporter(self.state, self.unruled, name, self.module_name()))
+                t.register_hook(reporter(self.state, self.unruled, name, self.module_name()))
         return result
 
     # --- what is known of tensors ----------------------------------------------------------------------------------
@@ -270,9 +215,9 @@ class Trace(TorchFunctionMode):
         if tag is PASSIVE or (tag is None and t.grad_fn is None):
             return None
         if tag is None:
-            name = t.grad_fn.name()  # type: ignore[union-attr]
+            name = t.grad_fn.name()  # type: ignore[union-attr] - made out of sight, e.g. by a custom Function
             self.note(name, "no rule")
-            t.register_hook(_reporter(self.state, self.unruled, name, self.module_name()))
+            t.register_hook(reporter(self.state, self.unruled, name, self.module_name()))
             return self.mark(t)
         if tag.version != t._version:
             return self.mark(t)
@@ -298,10 +243,10 @@ class Trace(TorchFunctionMode):
                 path = _then(tag.path, step)
         self.mark(result, gate=tag.gate, non_negative=tag.non_negative, path=path, origin=tag.origin)
 
-    def leave_root(self, name: str, *tensors: Any) -> None:
+    def leave_root(self, name: str, *operands: Any) -> None:
         """Remembers that the network input went into something zB does not apply to."""
         if not self.not_first:
-            for t in tensors:
+            for t in operands:
                 tag = self.tag(t)
                 if tag is not None and tag.path is not None:
                     self.not_first = f"'{name}' in module '{self.module_name() or '(the model itself)'}'"
@@ -331,6 +276,8 @@ class Trace(TorchFunctionMode):
         if y._is_view():
             y = y.clone()
         self.operations.append(op)
+        for t in {id(t): t for t in vars(op).values() if isinstance(t, Tensor)}:
+            self.readers.setdefault(t, []).append(op)
         y = cast(Tensor, Rewire.apply(op, y, *op.sources))
         if self.values_needed or self.box is not None:
             op.keep(y)
@@ -347,24 +294,27 @@ class Trace(TorchFunctionMode):
             self.mark(alias, gate=tag.gate, non_negative=tag.non_negative)
         return alias
 
-    def before_overwriting(self, t: Tensor, *, keep: bool = False) -> Tensor:
+    def before_overwriting(self, t: Tensor, *, keep: bool = False, keep_output: bool = True) -> Tensor:
         """An in-place operation is about to change t: saves what a rule or a captured layer still needs of it.
 
         Returns a tensor that keeps the old value: a copy where one was needed or asked for (`keep`), else t itself.
         """
         tag = vars(t).get("_fasterisnet")
         if not isinstance(tag, Tag) or tag is PASSIVE or tag.version != t._version:
-            tag = None
-        held = self.values_needed and tag is not None and tag.operation is not None and tag.operation.y is t
-        if not (keep or held or (tag is not None and tag.captured)):
+            return t.clone() if keep else t
+        maker = tag.operation if self.values_needed and keep_output else None
+        held = maker is not None and maker.y is t
+        readers = [op for op in self.readers.pop(id(t), ()) if op is not tag.operation]
+        if not (keep or held or readers or tag.captured):
             return t
         copy = t.clone()
-        if tag is not None:
-            self.mark(copy, gate=tag.gate, non_negative=tag.non_negative, operation=tag.operation)
-            if tag.captured:
-                self.captures[tag.captured].value = copy
-            if held and tag.operation is not None:
-                tag.operation.keep(copy)
+        self.mark(copy, gate=tag.gate, non_negative=tag.non_negative, operation=tag.operation)
+        if tag.captured:
+            self.captures[tag.captured].value = copy
+        if held and maker is not None:
+            maker.keep(copy)
+        for reader in readers:
+            reader.replace(t, copy)
         return copy
 
     def overwrite(self, t: Tensor, y: Tensor) -> Tensor:
@@ -407,12 +357,14 @@ class Trace(TorchFunctionMode):
         assert self.box is not None
         if self.not_first or not any(isinstance(op, Linear) and op.first for op in self.operations):
             raise RuleError(
-                "zB (box=...) needs a linear or convolution layer that takes the network input; here the input goes into "
-                f"{self.not_first or 'no such layer'}. Pass box=None, or do that step before the model."
+                "zB (box=...) needs a linear or convolution layer that takes the network input; here the input goes "
+                f"into {self.not_first or 'no such layer'}. Pass box=None, or do that step before the model."
             )
+        if not isinstance(self.box, tuple | list) or len(self.box) != 2:
+            raise InputError(f"box is {self.box!r}; it has to be a pair (low, high).")
         low, high = (_bound(value, self.root) for value in self.box)
-        if bool((low > high).any()):
-            raise InputError("box=(low, high): low is above high.")
+        if not bool((low <= high).all()):
+            raise InputError("box=(low, high): low is above high, or not a number.")
         return low, high
 
     def _check_apart(self, name: str, capture: Capture, table: RuleTable, boxed: bool) -> None:
@@ -432,6 +384,7 @@ class Trace(TorchFunctionMode):
         for operation in self.operations:
             operation.forget()
         self.operations.clear()
+        self.readers.clear()
         for capture in self.captures.values():
             capture.value = capture.edge = capture.operation = None
 
@@ -451,7 +404,10 @@ def _relevance_of(grad: Tensor | None, value: Tensor, *, direct: bool = False) -
 
 def _bound(value: Any, images: Tensor) -> Tensor:
     """A number, or one number a channel, as a tensor shaped like one image."""
-    bound = torch.as_tensor(value, dtype=images.dtype, device=images.device)
+    try:
+        bound = torch.as_tensor(value, dtype=images.dtype, device=images.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"box holds {value!r}; it takes numbers, or one number a channel.") from error
     if bound.ndim == 1:
         if bound.numel() not in (1, images.shape[1]):
             raise InputError(f"box has {bound.numel()} numbers for images of {images.shape[1]} channels.")
@@ -460,6 +416,22 @@ def _bound(value: Any, images: Tensor) -> Tensor:
         return bound.expand_as(images)
     except RuntimeError as error:
         raise InputError(f"box of shape {tuple(bound.shape)} does not fit images of {tuple(images.shape)}.") from error
+
+
+@contextmanager
+def _no_checkpointing() -> Iterator[None]:
+    """Checkpointed parts run again during the backward pass, where their operations would not be caught."""
+    message = "checkpointing"
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(message):
+            yield
+    except RuntimeError as error:
+        if str(error).startswith(message):
+            raise RuleError(
+                "The model uses gradient checkpointing, which runs operations again where they cannot be caught. "
+                "Switch it off (timm: set_grad_checkpointing(False); DenseNet: memory_efficient=False)."
+            ) from error
+        raise
 
 
 def _same(t: Tensor) -> Tensor:
@@ -475,43 +447,5 @@ def _replay(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
     return lambda t: func(t, *rest, **kwargs)
 
 
-def _reporter(state: State, unruled: Unruled, name: str, module: str) -> Callable[[Tensor], None]:
-    def hook(grad: Tensor | None) -> None:
-        if grad is not None and state.table is not None and state.table.name != "gradient":
-            unruled.report(name, module)
-
-    return hook
-
-
 def _modes() -> list[Any]:
     return torch.overrides._get_current_function_mode_stack()
-
-
-def _tensors(*items: Any) -> Iterator[Tensor]:
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, tuple | list):
-            yield from _tensors(*item)
-        elif isinstance(item, dict):
-            yield from _tensors(*item.values())
-
-
-_STUBS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_OPENED: dict[Any, Callable[..., Any] | None] = {}
-
-
-def _opened(func: types_module.FunctionType) -> Callable[..., Any] | None:
-    """A Python function of torch that runs its body instead of offering itself to the mode; None if it has no body.
-
-    So that only primitive operations have to be known: `F.multi_head_attention_forward` becomes linear, bmm, softmax, ...
-    """
-    if func not in _OPENED:
-        body = None
-        if func.__module__.startswith("torch.") and any(name in func.__code__.co_names for name in _STUBS):
-            names = dict(func.__globals__)
-            names.update({name: lambda *_: False for name in _STUBS})
-            body = types_module.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-            body.__kwdefaults__ = func.__kwdefaults__
-        _OPENED[func] = body
-    return _OPENED[func]

@@ -36,10 +36,11 @@ def explain(
     can be trained through; otherwise the model, its statistics and the random state are left as they were.
     strict: an operation without a rule is an error instead of a warning.
     """
-    check_images(images)
+    check_inputs(model, images)
     table = rules.table(rule, epsilon)
     wanted = resolve(target)
-    with nullcontext() if create_graph else observing(model):
+    with torch.inference_mode(False), nullcontext() if create_graph else observing(model):
+        images = images.clone() if images.is_inference() else images
         trace = Trace(model, images, [table], box=box, layers=layers or (), strict=strict)
         with trace.open():
             maps = relevance_maps(trace, table, wanted, create_graph=create_graph)
@@ -56,6 +57,11 @@ def relevance_maps(
             trace.relevance(table, score, use_box=use_box, create_graph=create_graph) for score in scores.unbind(1)
         ]
         return {name: torch.stack([maps[name] for maps in passes], 1) for name in passes[0]}
+    if not isinstance(scores, Tensor) or not scores.requires_grad:
+        raise InputError(
+            f"The target returned {scores!r:.60}, which is no differentiable function of the logits; "
+            "it has to return a tensor computed from them, one number per sample."
+        )
     if scores.shape != trace.logits.shape[:1]:
         raise InputError(
             f"The target returned shape {tuple(scores.shape)} for {trace.logits.shape[0]} samples; "
@@ -64,8 +70,10 @@ def relevance_maps(
     return trace.relevance(table, scores, use_box=use_box, create_graph=create_graph)
 
 
-def check_images(images: Any) -> None:
+def check_inputs(model: Any, images: Any) -> None:
     """Refuses what cannot be explained, saying why."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}, {model!r:.60}; it has to be a torch.nn.Module.")
     if not isinstance(images, Tensor):
         raise InputError(f"images is a {type(images).__name__}; it has to be a tensor (batch, channels, ...).")
     if not images.is_floating_point():

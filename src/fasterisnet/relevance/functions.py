@@ -126,9 +126,7 @@ class ConvolutionInputGradient(Function):
         if ctx.needs_input_grad[0]:
             for_G = torch.ops.aten.convolution(u, weight, None, *ctx.settings)
         if ctx.needs_input_grad[1]:
-            for_weight = torch.ops.aten.convolution_backward(
-                G, u, weight, None, *ctx.settings, (False, True, False)
-            )[1]
+            for_weight = torch.ops.aten.convolution_backward(G, u, weight, None, *ctx.settings, (False, True, False))[1]
         return for_G, for_weight, None, None
 
 
@@ -222,7 +220,7 @@ class Quotient(Function):
 
 
 def _stabilised(z: Tensor, epsilon: float, signed: bool) -> Tensor:
-    return z + torch.where(z < 0, -epsilon, epsilon) if signed else z + epsilon
+    return torch.where(z < 0, z - epsilon, z + epsilon) if signed else z + epsilon
 
 
 def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
@@ -239,11 +237,11 @@ class _Part(NamedTuple):
 
     def add_channel_sums(self, total: Tensor, values: Tensor) -> None:
         if self.channels_last:
-            total += values.sum(0)
+            total += values.sum(0, dtype=total.dtype)
         else:
             count = total.numel()
             channels = torch.arange(self.rows.start, self.rows.stop, device=total.device) % count
-            total.index_add_(0, channels, values.sum(1))
+            total.index_add_(0, channels, values.sum(1, dtype=total.dtype))
 
 
 def _parts(like: Tensor, scale: Tensor | None, *others: Tensor) -> Iterator[_Part]:

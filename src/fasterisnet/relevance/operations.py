@@ -75,8 +75,16 @@ class Operation:
                 native = grad
             else:
                 position = next(i for i, s in enumerate(self.sources) if s is source)
-                grads[position] = grad
+                before = grads[position]
+                grads[position] = grad if before is None else before + grad
         return native, grads
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        """`old` is about to be overwritten in place; `new` keeps its value."""
+        self.sources = tuple(new if s is old else s for s in self.sources)
+        for key, item in vars(self).items():
+            if item is old and key != "y":
+                setattr(self, key, new)
 
     def forget(self) -> None:
         """Drops every tensor: no relevance pass follows. (A tensor, its history and its operation form a cycle.)"""
@@ -108,10 +116,10 @@ class Linear(Operation):
         return self, None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
-        return G @ weight
+        return G @ weight.to(G.dtype)
 
     def scaled(self, scale: Tensor) -> Tensor:
         """The weight with every output channel multiplied by its number."""
@@ -137,7 +145,8 @@ class Convolution(Linear):
         self.settings = settings
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.ops.aten.convolution(x, weight, bias, *self.settings)
+        bias = None if bias is None else bias.to(x.dtype)
+        return torch.ops.aten.convolution(x, weight.to(x.dtype), bias, *self.settings)
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
         weight = weight.to(G.dtype)
@@ -159,9 +168,11 @@ class Product(Linear):
         self.left = left
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = weight.to(x.dtype)
         return weight @ x if self.left else x @ weight
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.to(G.dtype)
         if weight.ndim == 1:
             return G.unsqueeze(-2 if self.left else -1) * (weight.unsqueeze(-1) if self.left else weight)
         if self.left and self.x.ndim == 1:
@@ -281,7 +292,7 @@ class Pool(Operation):
     def __init__(self, state: State, name: str, x: Tensor, function: Callable[[Tensor], Tensor], signed: bool) -> None:
         super().__init__(state, name)
         self.x: Tensor = x
-        self.function = function
+        self.function: Callable[[Tensor], Tensor] = function
         self.signed = signed
 
     def recompute(self) -> Tensor:

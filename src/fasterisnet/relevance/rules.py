@@ -1,12 +1,13 @@
 """What each kind of operation does with relevance, and the tables that name a rule for every kind.
 
-A rule takes an operation and `G` at its output (`R_y = y * G_y`) and returns pairs (where to, G there). The target is one
-of the operation's sources, or NATIVE: the ordinary derivative goes on from there. A kind without a rule keeps its
+A rule takes an operation and `G` at its output (`R_y = y * G_y`) and returns pairs (where to, G there). The target is
+one of the operation's sources, or NATIVE: the ordinary derivative goes on from there. A kind without a rule keeps its
 ordinary derivative.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +35,8 @@ class RuleTable:
     needs_values: bool = True
 
     def __post_init__(self) -> None:
-        if not self.epsilon >= 0:
-            raise InputError(f"epsilon is {self.epsilon}; the stabiliser must be zero or a positive number.")
+        if not (isinstance(self.epsilon, int | float) and 0 <= self.epsilon < math.inf):
+            raise InputError(f"epsilon is {self.epsilon!r}; the stabiliser must be zero or a positive number.")
 
     def apply(self, operation: Operation, G: Tensor, y: Tensor | None) -> list[Share]:
         """The rule for this operation; a first layer inside a box takes zB, whatever the table says."""
@@ -73,10 +74,12 @@ def activation_epsilon(op: Activation, G: Tensor, y: Tensor | None, epsilon: flo
 
 
 def operand_half(_op: Operation, G: Tensor, _y: Tensor | None, _epsilon: float) -> list[Share]:
+    """A factor of a product of activations takes half of the ordinary derivative."""
     return [(NATIVE, G * 0.5)]
 
 
 def operand_constant(_op: Operation, _G: Tensor, _y: Tensor | None, _epsilon: float) -> list[Share]:
+    """A gate or a normaliser takes nothing."""
     return []
 
 
@@ -111,8 +114,9 @@ def activation_zplus(op: Activation, G: Tensor, y: Tensor | None, epsilon: float
 def sum_zplus(op: Any, G: Tensor, _y: Tensor | None, epsilon: float) -> list[Share]:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`; a constant summand takes part in z and gets nothing."""
     a, b = op.a, op.b
-    z = a.clamp(min=0) + (b.clamp(min=0) if isinstance(b, Tensor) else max(b, 0))
-    s = Quotient.apply(G, op.value(), z, epsilon, False)
+    constant = b.detach() if isinstance(b, Tensor) and not op.b_is_source else b
+    z = a.clamp(min=0) + (constant.clamp(min=0) if isinstance(constant, Tensor) else max(constant, 0))
+    s = _start(G, None if op.is_output else op.value(), z, epsilon)
     shares: list[Share] = [(a, (s * (a > 0)).sum_to_size(a.shape))]
     if op.b_is_source:
         shares.append((b, (s * (b > 0)).sum_to_size(b.shape)))
@@ -121,12 +125,12 @@ def sum_zplus(op: Any, G: Tensor, _y: Tensor | None, epsilon: float) -> list[Sha
 
 def pool_zplus(op: Any, G: Tensor, _y: Tensor | None, epsilon: float) -> list[Share]:
     """A linear layer with non-negative weights: `s = R_y/(P x+ + eps)`; the derivative of P does the rest."""
-    y = op.value()
-    z = op.function(op.x.clamp(min=0)) if op.signed else y
-    return [(NATIVE, Quotient.apply(G, y, z, epsilon, False))]
+    z = op.function(op.x.clamp(min=0)) if op.signed else op.value()
+    return [(NATIVE, _start(G, None if op.is_output else op.value(), z, epsilon))]
 
 
 def operand_positive(op: Any, G: Tensor, _y: Tensor | None, _epsilon: float) -> list[Share]:
+    """The input of a pool, where it is not negative."""
     return [(NATIVE, G * (op.x >= 0))]
 
 
@@ -282,6 +286,6 @@ def table(rule: str | RuleTable, epsilon: float = 0.01) -> RuleTable:
     """The rule table of that name, or the table itself."""
     if isinstance(rule, RuleTable):
         return rule
-    if rule not in TABLES:
-        raise InputError(f"There is no rule '{rule}'; choose one of {', '.join(TABLES)} or pass a RuleTable.")
+    if not isinstance(rule, str) or rule not in TABLES:
+        raise InputError(f"There is no rule {rule!r}; choose one of {', '.join(TABLES)} or pass a RuleTable.")
     return TABLES[rule](epsilon)

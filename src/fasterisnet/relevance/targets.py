@@ -28,7 +28,8 @@ def chosen(logits: Tensor, classes: Classes) -> Tensor:
         index = index.expand(logits.shape[0])
     if index.shape != logits.shape[:1]:
         raise InputError(
-            f"There are {tuple(index.shape)} target classes for {logits.shape[0]} images; give one integer, or one a sample."
+            f"Target classes have shape {tuple(index.shape)} for {logits.shape[0]} images; "
+            "give one integer, or one for each sample."
         )
     if bool(((index < 0) | (index >= count)).any()):
         wrong = int(index[(index < 0) | (index >= count)][0])
@@ -36,12 +37,33 @@ def chosen(logits: Tensor, classes: Classes) -> Tensor:
     return index.long()
 
 
+class _OfClasses:
+    """Targets that name classes: equal when they name the same ones."""
+
+    classes: Classes
+
+    def _key(self) -> tuple[object, ...]:
+        classes = self.classes.tolist() if isinstance(self.classes, Tensor) else self.classes
+        return type(self), tuple(classes) if isinstance(classes, list) else classes, getattr(self, "mu", None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OfClasses) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def _check_mu(mu: float) -> None:
+    if not (isinstance(mu, int | float) and 0 <= mu < math.inf):
+        raise InputError(f"mu is {mu}; it has to be zero or a positive number.")
+
+
 def _pick(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
-@dataclass(frozen=True)
-class Logit:
+@dataclass(frozen=True, eq=False)
+class Logit(_OfClasses):
     """The logit of a class: one for all samples, or one each."""
 
     classes: Classes
@@ -74,8 +96,8 @@ class Lowest:
         return _pick(logits, logits.argmin(1))
 
 
-@dataclass(frozen=True)
-class Probability:
+@dataclass(frozen=True, eq=False)
+class Probability(_OfClasses):
     """The softmax probability of a class (of a single logit: the sigmoid)."""
 
     classes: Classes
@@ -85,12 +107,15 @@ class Probability:
         return _pick(logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(1), index)
 
 
-@dataclass(frozen=True)
-class Eta:
+@dataclass(frozen=True, eq=False)
+class Eta(_OfClasses):
     """`eta_c = ln(P_c + mu) - ln(1 - P_c + mu)`: the log odds of a class, bounded by mu."""
 
     classes: Classes
     mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_mu(self.mu)
 
     def __call__(self, logits: Tensor) -> Tensor:
         index = chosen(logits, self.classes)
@@ -112,6 +137,9 @@ class EtaOfLowest:
     """Eta of each sample's lowest logit: what the Selective ISNet explains."""
 
     mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_mu(self.mu)
 
     def __call__(self, logits: Tensor) -> Tensor:
         return Eta(logits.detach().argmin(1), self.mu)(logits)
@@ -135,6 +163,7 @@ def resolve(target: Target | Classes | None) -> Target:
         return Highest()
     if isinstance(target, int | Tensor):
         return Logit(target)
-    if callable(target):
+    if callable(target) and not isinstance(target, type):
         return target
-    raise InputError(f"target is a {type(target).__name__}; give None, an integer, a tensor of classes or a callable.")
+    kind = type(target).__name__
+    raise InputError(f"target is {target!r} ({kind}); give None, a class (int), a tensor of classes or a callable.")

@@ -1,0 +1,181 @@
+"""Runs `fasterisnet.check` over every classification model of torchvision and one of each timm family.
+
+    python benchmarks/coverage.py [--only PART_OF_NAME] [--out docs/coverage.md]
+
+Models are untrained, their batch-norm statistics settled on random images, zero-initialised layers drawn at random, and
+fed the smallest square image they accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import fasterisnet as fi
+
+SIZES = (32, 48, 64, 75, 96, 112, 128, 160, 192, 224, 240, 256, 299)
+CLASSES = 10
+
+TIMM = """
+beit_base_patch16_224 botnet26t_256 eca_halonext26ts gcresnet33ts mobileone_s0 repvgg_a0 cait_xxs24_224
+coat_lite_tiny convit_tiny convmixer_768_32 convnext_atto convnextv2_atto cpubone_b0_bfrobust crossvit_9_240 csatv2
+cs3darknet_focus_s cspresnet50 darknet17 davit_tiny deit3_small_patch16_224 deit_tiny_distilled_patch16_224
+densenet121 dla34 dpn68 edgenext_xx_small efficientformer_l1 efficientformerv2_s0 efficientnet_b0_gn
+efficientnetv2_rw_t mixnet_s tinynet_e efficientvim_m1 efficientvit_b0 efficientvit_m0 eva02_tiny_patch14_224
+fasternet_t0 fastvit_t8 focalnet_tiny_srf gcvit_xxtiny ghostnet_050 hardcorenas_a hgnetv2_b0 hiera_tiny_224
+hieradet_small hrnet_w18_small iformer_t inception_next_atto inception_resnet_v2 inception_v4 lcnetv2_small
+levit_128s lowformer_b0 mambaout_femto coatnet_nano_rw_224 maxxvit_rmlp_nano_rw_256 poolformer_s12 caformer_s18
+mixer_s32_224 gmlp_ti16_224 resmlp_12_224 mobilenetv3_small_050 mobilenetv4_conv_small mobilevit_xxs
+mobilevitv2_050 mvitv2_tiny naflexvit_base_patch16_gap nest_tiny nextvit_small dm_nfnet_f0 nf_regnet_b0 pit_ti_224
+pvt_v2_b0 rdnet_tiny regnetx_002 regnety_002 regnetz_b16 repghostnet_050 repvit_m0_9 res2net50_14w_8s resnest14d
+resnet10t resnetblur50 ecaresnet26t seresnext26t_32x4d resnetv2_50d_gn rexnet_100 selecsls42b legacy_seresnet18
+sequencer2d_s shvit_s1 skresnet18 starnet_s050 swiftformer_xs swin_tiny_patch4_window7_224 swinv2_cr_tiny_224
+swinv2_tiny_window8_256 tiny_vit_5m_224 tnt_s_patch16_224 tresnet_m twins_svt_small visformer_tiny
+vit_tiny_patch16_224 vit_relpos_small_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet19b_dw legacy_xception
+xception41 xcit_nano_12_p16_224
+""".split()
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    library: str
+    model: str
+    size: int = 0
+    ok: bool = False
+    error: float = float("nan")
+    kept: str = ""
+    note: str = ""
+
+
+def settle(model: nn.Module, images: Tensor) -> None:
+    """Gives an untrained model plausible batch-norm statistics and no all-zero weights."""
+    for parameter in model.parameters():
+        if not parameter.detach().any() and (parameter.ndim > 1 or parameter.numel() > CLASSES):
+            nn.init.normal_(parameter, std=0.05)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    if norms:
+        with torch.no_grad():
+            model.train()(torch.cat([images] * 4) + 0.3 * torch.randn(4 * len(images), *images.shape[1:]))
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    model.eval()
+
+
+def smallest_input(model: nn.Module) -> Tensor:
+    """Random images in [0, 1] of the smallest square size the model accepts."""
+    model.eval()
+    failure: Exception | None = None
+    for size in SIZES:
+        images = torch.rand(2, 3, size, size)
+        try:
+            with torch.no_grad():
+                model(images)
+        except (RuntimeError, AssertionError, ValueError, IndexError, ZeroDivisionError) as error:
+            failure = error
+        else:
+            return images
+    raise RuntimeError(f"no input size of {SIZES} is accepted: {failure}")
+
+
+def examine(library: str, name: str, build: Callable[[], nn.Module]) -> Row:
+    torch.manual_seed(0)
+    row = Row(library, name)
+    try:
+        model = build()
+        images = smallest_input(model)
+        row.size = images.shape[-1]
+        settle(model, images)
+        verdict = fi.check(model, images)
+    except Exception as error:  # noqa: BLE001 - a table of failures must not end at the first
+        row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        return row
+    row.ok, row.error = verdict.ok, verdict.second_order_error
+    row.kept = f"{verdict.sums[0]:.2g} / {verdict.scores[0]:.2g}"
+    row.note = "; ".join(verdict.problems)
+    return row
+
+
+def models() -> list[tuple[str, str, Callable[[], nn.Module]]]:
+    found: list[tuple[str, str, Callable[[], nn.Module]]] = []
+    for name in torchvision.models.list_models(module=torchvision.models):
+        extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+        found.append(
+            ("torchvision", name, lambda n=name, e=extra: torchvision.models.get_model(n, num_classes=CLASSES, **e))
+        )
+    for name in TIMM:
+        found.append(("timm", name, lambda n=name: timm.create_model(n, num_classes=CLASSES)))
+    return found
+
+
+def write(path: Path, rows: list[Row], minutes: float) -> None:
+    lines = [
+        "# Coverage",
+        "",
+        "`fasterisnet.check` (rule epsilon) on untrained models: every operation has a rule, values are finite, maps",
+        "are not zero, and the gradient of the maps agrees with finite differences. *kept*: sum of relevance / logit.",
+        "",
+        f"Made by `python benchmarks/coverage.py` in {minutes:.0f} minutes; torch {torch.__version__.split('+')[0]}, "
+        f"torchvision {torchvision.__version__.split('+')[0]}, timm {timm.__version__}, "
+        f"{platform.machine()}, {torch.get_num_threads()} threads, seed 0.",
+        "",
+    ]
+    for library in ("torchvision", "timm"):
+        part = [r for r in rows if r.library == library]
+        if not part:
+            continue
+        passed = sum(r.ok for r in part)
+        lines += [f"## {library}: {passed} of {len(part)} pass ({100 * passed / len(part):.1f} %)", ""]
+        lines += [
+            "| model | px | verdict | second-order error | kept | cause |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for r in part:
+            error = "" if r.error != r.error else f"{r.error:.0e}"
+            lines.append(
+                f"| {r.model} | {r.size or ''} | {'pass' if r.ok else '**fail**'} | {error} | {r.kept} | {r.note} |"
+            )
+        lines.append("")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models whose 'library/name' contains this")
+    parser.add_argument("--out", type=Path, default=Path("docs/coverage.md"))
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    start = time.perf_counter()
+    rows = []
+    for library, name, build in models():
+        if options.only in f"{library}/{name}":
+            began = time.perf_counter()
+            rows.append(row := examine(library, name, build))
+            seconds = time.perf_counter() - began
+            print(
+                f"{library}/{name} {row.size} px {'pass' if row.ok else 'FAIL ' + row.note} ({seconds:.0f} s)",
+                flush=True,
+            )
+            gc.collect()
+    write(options.out, rows, (time.perf_counter() - start) / 60)
+
+
+if __name__ == "__main__":
+    main()

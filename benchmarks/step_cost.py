@@ -1,0 +1,186 @@
+"""What a training step with heatmaps costs, in plain training steps of the same network.
+
+    python benchmarks/step_cost.py [--rounds 5] [--backbones resnet18,resnet50,densenet121] [--channels-last] [--rows ...]
+
+All kinds of step run in one process, interleaved; the table shows medians of time as ratios to the plain step, and the
+growth of resident memory in one step, measured in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fasterisnet.losses import heatmap_loss
+from fasterisnet.relevance import rules
+from fasterisnet.relevance.engine import Trace
+from fasterisnet.relevance.explain import explain, relevance_maps
+from fasterisnet.relevance.targets import Joint, Logit, Target
+
+BACKBONES = {"resnet18": (128, 28), "resnet50": (4, 224), "densenet121": (4, 224)}
+RESNET_LAYERS = ["maxpool", "layer1", "layer2", "layer3", "layer4"]
+LAYERS = {
+    "resnet18": RESNET_LAYERS,
+    "resnet50": RESNET_LAYERS,
+    "densenet121": ["features.pool0", *[f"features.transition{i}" for i in (1, 2, 3)], "features.norm5"],
+}
+Batch = tuple[Tensor, Tensor, Tensor]
+Step = Callable[[str, nn.Module, Batch], None]
+
+
+def plain(_name: str, model: nn.Module, batch: Batch) -> None:
+    images, labels, _ = batch
+    F.cross_entropy(model(images), labels).backward()
+
+
+def with_maps(
+    model: nn.Module, batch: Batch, wanted: list[tuple[str, Target]], layers: list[str] | None = None
+) -> None:
+    images, labels, masks = batch
+    tables = {name: rules.table(name) for name, _ in wanted}
+    trace = Trace(model, images, list(tables.values()), layers=layers or ())
+    with trace.open():
+        maps = [relevance_maps(trace, tables[name], target, create_graph=True) for name, target in wanted]
+        loss = 0.3 * F.cross_entropy(trace.logits, labels)
+    for depth in maps[0]:
+        loss = loss + 0.7 * heatmap_loss(torch.stack([m[depth] for m in maps], 1), masks, 1.0, 5.0, decay=0.9).total
+    loss.backward()
+
+
+def one_map(_name: str, model: nn.Module, batch: Batch) -> None:
+    with_maps(model, batch, [("epsilon", Logit(batch[1]))])
+
+
+def deep(name: str, model: nn.Module, batch: Batch) -> None:
+    with_maps(model, batch, [("epsilon", Logit(batch[1]))], LAYERS[name])
+
+
+def dual(_name: str, model: nn.Module, batch: Batch) -> None:
+    with_maps(model, batch, [("epsilon", Joint()), ("zplus", Joint())])
+
+
+def several(count: int) -> Step:
+    def step(_name: str, model: nn.Module, batch: Batch) -> None:
+        with_maps(model, batch, [("epsilon", Logit(c)) for c in range(count)])
+
+    return step
+
+
+def input_gradient(_name: str, model: nn.Module, batch: Batch) -> None:
+    images = batch[0].clone().requires_grad_()
+    torch.autograd.grad(model(images).amax(1).sum(), images)
+
+
+def explanation(_name: str, model: nn.Module, batch: Batch) -> None:
+    explain(model, batch[0])
+
+
+STEPS: dict[str, Step] = {
+    "plain step": plain,
+    "one epsilon map": one_map,
+    "with deep supervision": deep,
+    "epsilon + z+": dual,
+    "3 maps": several(3),
+    "10 maps": several(10),
+    "forward + input gradient": input_gradient,
+    "explain only": explanation,
+}
+BASES = {"explain only": "forward + input gradient"}
+
+
+def prepare(name: str, channels_last: bool) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    size, pixels = BACKBONES[name]
+    model = torchvision.models.get_model(name, num_classes=10).train()
+    images = torch.rand(size, 3, pixels, pixels)
+    masks = torch.zeros(size, 1, pixels, pixels)
+    masks[..., pixels // 4 : -pixels // 4, pixels // 4 : -pixels // 4] = 1
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=torch.channels_last)
+    return model, (images, torch.randint(10, (size,)), masks.bool())
+
+
+def seconds(name: str, steps: dict[str, Step], rounds: int, channels_last: bool) -> dict[str, float]:
+    """Median time of each kind of step, one round after the other."""
+    model, batch = prepare(name, channels_last)
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for i in range(rounds + 1):
+        for kind, step in steps.items():
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            start = time.perf_counter()
+            step(name, model, batch)
+            if i:
+                times[kind].append(time.perf_counter() - start)
+    return {kind: statistics.median(values) for kind, values in times.items()}
+
+
+def _status(key: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return float(line.split()[1]) / 1024
+
+
+def _grow(name: str, kind: str, channels_last: bool, answer: multiprocessing.Queue[float]) -> None:
+    torch.set_num_threads(2)
+    model, batch = prepare(name, channels_last)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    STEPS[kind](name, model, batch)
+    answer.put(_status("VmHWM") - before)
+
+
+def megabytes(name: str, kind: str, channels_last: bool) -> float | None:
+    """Peak growth of resident memory in one step, in a fresh process (Linux only)."""
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=_grow, args=(name, kind, channels_last, answer))
+    process.start()
+    result = answer.get()
+    process.join()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--backbones", default=",".join(BACKBONES))
+    parser.add_argument("--rows", default=",".join(STEPS), help="kinds of step, separated by commas")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--no-memory", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    steps = {kind: STEPS[kind] for kind in STEPS if kind in options.rows.split(",")}
+    print(
+        f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {torch.get_num_threads()} threads, "
+        f"median of {options.rounds} rounds, {'channels last' if options.channels_last else 'contiguous'}"
+    )
+    print("| backbone, batch, px | step | seconds | ratio | peak memory growth, MB |\n" + "| --- " * 5 + "|")
+    for name in options.backbones.split(","):
+        result = seconds(name, steps, options.rounds, options.channels_last)
+        size, pixels = BACKBONES[name]
+        for kind, value in result.items():
+            base = result.get(BASES.get(kind, "plain step"), value)
+            memory = None if options.no_memory else megabytes(name, kind, options.channels_last)
+            grown = "" if memory is None else f"{memory:.0f}"
+            print(f"| {name}, {size}, {pixels} | {kind} | {value:.3f} | {value / base:.2f} | {grown} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

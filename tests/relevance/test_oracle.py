@@ -1,0 +1,1190 @@
+"""Every rule on every operation against dense matrices and explicit loops, in double precision, to 1e-10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from relevance.reference import (
+    Act,
+    Add,
+    Cat,
+    Dropout,
+    Lin,
+    MatMul,
+    MaxPool,
+    Move,
+    Mul,
+    Norm,
+    Normalise,
+    Offset,
+    Oracle,
+    Program,
+    Relu,
+    Scale,
+    Softmax,
+    Step,
+    assert_same,
+    chain,
+    dense_zb,
+    dense_zplus,
+    expected,
+    explain_class,
+    images,
+    one_hot,
+    randomise,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fasterisnet
+from fasterisnet.relevance.targets import AllLogits, Joint
+
+RULES = ("epsilon", "zplus", "gamma", "gradient")
+CLASSES = [2, 0]
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+SIZE = {1: (8,), 2: (6, 6), 3: (4, 4, 3)}
+
+
+def compare(program: Program, x: Tensor, rule: str, seed: int = 0, **settings: object) -> None:
+    """Engine and oracle agree on the map of one logit a sample."""
+    randomise(program, seed)
+    start = one_hot(CLASSES, 3)
+    assert_same(explain_class(program, x, CLASSES, rule, **settings), expected(program, x, start, rule, **settings))
+
+
+def sandwich(*middle: Step, dims: int = 2, signed: bool = False) -> Program:
+    """The steps between a convolution (with ReLU, or without: `signed`) and ReLU, convolution, ReLU, dense layer."""
+    conv = CONV[dims]
+    stem: list[Step] = [Lin(conv(2, 4, 3, padding=1))] + ([] if signed else [Relu()])
+    with torch.no_grad():
+        y = chain(*stem, *middle).double()(images(1, 2, *SIZE[dims]))
+        tail: list[Step] = [Relu(), Lin(CONV[y.ndim - 2](y.shape[1], 3, 1)), Relu(), Move(nn.Flatten())]
+        width = chain(*tail).double()(y).shape[1]
+    return chain(*stem, *middle, *tail, Lin(nn.Linear(width, 3)))
+
+
+LINEAR = {
+    "conv2d": (2, partial(nn.Conv2d, 4, 5, 3, padding=1)),
+    "conv2d without bias": (2, partial(nn.Conv2d, 4, 5, 3, padding=1, bias=False)),
+    "conv2d 1x1": (2, partial(nn.Conv2d, 4, 5, 1)),
+    "conv2d strided": (2, partial(nn.Conv2d, 4, 5, 3, stride=2, padding=1)),
+    "conv2d strided, last rows unread": (2, partial(nn.Conv2d, 4, 5, 2, stride=(4, 3))),
+    "conv2d dilated": (2, partial(nn.Conv2d, 4, 5, 3, dilation=2, padding=(1, 2))),
+    "conv2d grouped": (2, partial(nn.Conv2d, 4, 6, 3, padding=1, groups=2)),
+    "conv2d depthwise": (2, partial(nn.Conv2d, 4, 8, 3, padding=1, groups=4)),
+    "conv2d rectangular": (2, partial(nn.Conv2d, 4, 3, (1, 4), stride=(2, 1), padding=(0, 2))),
+    "conv2d same, odd": (2, partial(nn.Conv2d, 4, 5, 3, padding="same")),
+    "conv2d same, even": (2, partial(nn.Conv2d, 4, 5, (2, 4), padding="same")),
+    "conv2d same, even, dilated": (2, partial(nn.Conv2d, 4, 5, (2, 3), dilation=(3, 2), padding="same")),
+    "conv2d valid": (2, partial(nn.Conv2d, 4, 5, 3, padding="valid")),
+    "conv1d": (1, partial(nn.Conv1d, 4, 5, 3, padding=1)),
+    "conv1d strided grouped dilated": (1, partial(nn.Conv1d, 4, 6, 3, stride=2, dilation=2, groups=2, padding=2)),
+    "conv1d same, even": (1, partial(nn.Conv1d, 4, 5, 4, padding="same")),
+    "conv3d": (3, partial(nn.Conv3d, 4, 3, 3, padding=1)),
+    "conv3d strided grouped": (3, partial(nn.Conv3d, 4, 4, (2, 3, 1), stride=(1, 2, 1), groups=2, padding=(1, 1, 0))),
+    "conv3d same, even": (3, partial(nn.Conv3d, 4, 2, (2, 1, 3), padding="same")),
+    "transposed 2d": (2, partial(nn.ConvTranspose2d, 4, 3, 3, stride=2, padding=1)),
+    "transposed 2d, grouped, output_padding": (
+        2,
+        partial(nn.ConvTranspose2d, 4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+    ),
+    "transposed 2d, dilated": (2, partial(nn.ConvTranspose2d, 4, 3, 2, dilation=2, padding=(1, 0), bias=False)),
+    "transposed 1d, grouped, output_padding": (
+        1,
+        partial(nn.ConvTranspose1d, 4, 4, 4, stride=3, output_padding=2, groups=2),
+    ),
+    "transposed 3d": (3, partial(nn.ConvTranspose3d, 4, 2, 2, stride=(1, 2, 1), output_padding=(0, 1, 0))),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", LINEAR)
+def test_convolutions(case: str, rule: str, signed: bool) -> None:
+    dims, make = LINEAR[case]
+    compare(sandwich(Lin(make()), dims=dims, signed=signed), images(2, 2, *SIZE[dims]), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_convolutions_that_pad_by_copying(mode: str, rule: str) -> None:
+    """The module pads, then convolves; every copy of a pixel brings its relevance home."""
+    stem, conv, head = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 5, 3, padding=(1, 2), padding_mode=mode), nn.Linear(120, 3)
+    model = randomise(nn.Sequential(stem, nn.ReLU(), conv, nn.ReLU(), nn.Flatten(), head), 0)
+    program = chain(
+        Lin(stem), Relu(), Move(lambda t: F.pad(t, (2, 2, 1, 1), mode)), Lin(lambda t: F.conv2d(t, conv.weight, conv.bias), True),
+        Relu(), Move(nn.Flatten()), Lin(head),
+    )  # fmt: skip
+    x = images(2, 2, 6, 6)
+    assert_same(explain_class(model, x, CLASSES, rule), expected(program, x, one_hot(CLASSES, 3), rule))
+
+
+def test_a_basis_finds_the_matrix_of_a_convolution() -> None:
+    """The oracle's way to a matrix against nested loops, so that the oracle itself stands on something."""
+    conv = nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2), groups=2).double()
+    matrix, bias = Lin(conv).matrix(torch.zeros(1, 4, 5, 6, dtype=torch.float64))
+    loops = conv_matrix(conv, 5, 6)
+    assert torch.equal(matrix != 0, loops != 0)
+    assert_same(matrix, loops, 1e-14)
+    assert torch.equal(bias, conv.bias.repeat_interleave(matrix.shape[0] // 6))
+
+
+def conv_matrix(conv: nn.Conv2d, height: int, width: int) -> Tensor:
+    """A convolution's matrix, entry by entry."""
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    out_h = (height + 2 * ph - dh * (kh - 1) - 1) // sh + 1
+    out_w = (width + 2 * pw - dw * (kw - 1) - 1) // sw + 1
+    out_c, per_group = conv.out_channels, conv.in_channels // conv.groups
+    matrix = torch.zeros(out_c, out_h, out_w, conv.in_channels, height, width, dtype=torch.float64)
+    for o in range(out_c):
+        first = o // (out_c // conv.groups) * per_group
+        for i in range(out_h):
+            for j in range(out_w):
+                for c in range(per_group):
+                    for a in range(kh):
+                        for b in range(kw):
+                            row, column = i * sh - ph + a * dh, j * sw - pw + b * dw
+                            if 0 <= row < height and 0 <= column < width:
+                                matrix[o, i, j, first + c, row, column] = conv.weight[o, c, a, b].item()
+    return matrix.view(out_c * out_h * out_w, -1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("signed", [False, True])
+def test_dense_layers(rule: str, signed: bool) -> None:
+    middle: list[Step] = [Lin(nn.Linear(12, 7))] + ([] if signed else [Relu()])
+    program = chain(*middle, Lin(nn.Linear(7, 6)), Relu(), Lin(nn.Linear(6, 5, bias=False)), Relu(), Lin(nn.Linear(5, 3)))
+    compare(program, images(2, 12), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_dense_layers_over_tokens(rule: str) -> None:
+    program = chain(
+        Lin(nn.Linear(6, 5)), Lin(nn.Linear(5, 4)), Relu(), Move(nn.Flatten()), Lin(nn.Linear(16, 3))
+    )
+    compare(program, images(2, 4, 6), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda x, w: x @ w,
+        lambda x, w: torch.matmul(x, w),
+        lambda x, w: x.mm(w),
+        lambda x, w: F.linear(x, w.t()),
+        lambda x, w: torch.addmm(torch.zeros(5, dtype=torch.float64), x, w),
+        lambda x, w: (w.t() @ x.t()).t(),
+    ],
+)
+def test_products_with_a_parameter_are_dense_layers(spelling: Callable[[Tensor, Tensor], Tensor], rule: str) -> None:
+    weight = nn.Parameter(torch.zeros(6, 5))
+    program = chain(Lin(nn.Linear(8, 6)), Lin(lambda x: spelling(x, weight), True), Relu(), Lin(nn.Linear(5, 3)))
+    program.weight = weight
+    compare(program, images(2, 8), rule)
+
+
+# --- batch norm ----------------------------------------------------------------------------------------------------
+
+def without_bias(channels: int) -> nn.Module:
+    module = nn.BatchNorm2d(channels)
+    module.bias = None
+    return module
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "affine": nn.BatchNorm2d,
+    "without affine": partial(nn.BatchNorm2d, affine=False),
+    "without bias": without_bias,
+    "without running statistics": partial(nn.BatchNorm2d, track_running_stats=False),
+    "own eps": partial(nn.BatchNorm2d, eps=0.1, momentum=None),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("relu", [True, False])
+def test_batch_norm_behind_a_convolution(norm: str, training: bool, relu: bool, rule: str) -> None:
+    flatten = Move(nn.Flatten())
+    steps: list[Step] = [Lin(nn.Conv2d(2, 4, 3, padding=1)), Norm(NORMS[norm](4))]
+    steps += [Relu(nn.ReLU(inplace=True), in_place=True)] if relu else []
+    steps += [Lin(nn.Conv2d(4, 3, 3, bias=False)), Norm(NORMS[norm](3)), flatten]
+    program = chain(*steps, Lin(nn.Linear(27, 3))).train(training)
+    compare(program, images(2, 2, 5, 5), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("relu", [True, False])
+def test_batch_norm_behind_a_concat(norm: str, training: bool, relu: bool, rule: str) -> None:
+    """Nothing to fuse it with: under z+ it is a diagonal layer of its own, on values of either sign."""
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 3, 3, padding=1)), (0,)),
+            (Relu(), (1,)),
+            (Lin(nn.Conv2d(3, 2, 1)), (2,)),
+            (Cat(), (2, 3)),
+            (Norm(NORMS[norm](5)), (4,)),
+            (Relu() if relu else Scale(1.0), (5,)),
+            (Lin(nn.Conv2d(5, 3, 3)), (6,)),
+            (Relu(), (7,)),
+            (Move(nn.Flatten()), (8,)),
+            (Lin(nn.Linear(27, 3)), (9,)),
+        ]
+    )
+    compare(program.train(training), images(2, 2, 5, 5), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("dims", "layer", "norm"), [
+    (0, partial(nn.Linear, 8, 5), nn.BatchNorm1d),
+    (1, partial(nn.Conv1d, 2, 5, 3), nn.BatchNorm1d),
+    (2, partial(nn.ConvTranspose2d, 2, 5, 3, stride=2), nn.BatchNorm2d),
+    (3, partial(nn.Conv3d, 2, 5, 2), nn.BatchNorm3d),
+])  # fmt: skip
+def test_batch_norm_of_every_dimension(
+    dims: int, layer: Callable[[], nn.Module], norm: Callable[[int], nn.Module], training: bool, rule: str
+) -> None:
+    shape = (3, 2, *SIZE[dims]) if dims else (3, 8)
+    steps = [Lin(layer()), Norm(norm(5)), Relu(), Move(nn.Flatten())]
+    width = chain(*steps).double()(images(*shape)).shape[1]
+    program = chain(*steps, Lin(nn.Linear(width, 3))).train(training)
+    randomise(program, 3)
+    x, classes = images(*shape), [2, 0, 1]
+    assert_same(explain_class(program, x, classes, rule), expected(program, x, one_hot(classes, 3), rule))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_batch_norm_behind_a_grouped_transposed_convolution(rule: str) -> None:
+    """Its weight has the output channels spread over groups: fusing has to scale the right ones."""
+    layer = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2)
+    compare(sandwich(Lin(layer), Norm(nn.BatchNorm2d(6)), signed=True).eval(), images(2, 2, 6, 6), rule)
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gamma"])
+def test_in_train_mode_a_map_does_not_depend_on_the_class_of_another_sample(rule: str) -> None:
+    program = sandwich(Lin(nn.Conv2d(4, 5, 3)), Norm(nn.BatchNorm2d(5)), Relu(), Norm(nn.BatchNorm2d(5))).train()
+    randomise(program, 1)
+    x = images(2, 2, 6, 6)
+    assert torch.equal(explain_class(program, x, [1, 0], rule)[0], explain_class(program, x, [1, 2], rule)[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_batch_norm_as_the_last_operation(rule: str) -> None:
+    """Fused with the dense layer that it follows, it makes the logits: z+ starts from its z."""
+    program = chain(Lin(nn.Linear(8, 6)), Relu(), Lin(nn.Linear(6, 3)), Norm(nn.BatchNorm1d(3))).eval()
+    compare(program, images(2, 8), rule)
+
+
+# --- pooling -------------------------------------------------------------------------------------------------------
+
+POOLS = {
+    "max": (2, partial(nn.MaxPool2d, 2)),
+    "max, overlapping": (2, partial(nn.MaxPool2d, 3, 2, 1)),
+    "max, very overlapping": (2, partial(nn.MaxPool2d, 3, 1)),
+    "max, ceil_mode": (2, partial(nn.MaxPool2d, 4, 3, ceil_mode=True)),
+    "max, dilated": (2, partial(nn.MaxPool2d, 2, 1, dilation=2)),
+    "max 1d": (1, partial(nn.MaxPool1d, 3, 2)),
+    "max 3d": (3, partial(nn.MaxPool3d, 2, 1)),
+    "adaptive max": (2, partial(nn.AdaptiveMaxPool2d, 4)),
+    "adaptive max 1d": (1, partial(nn.AdaptiveMaxPool1d, 3)),
+    "adaptive max 3d": (3, partial(nn.AdaptiveMaxPool3d, 2)),
+}
+MEANS = {
+    "average": (2, partial(nn.AvgPool2d, 2)),
+    "average, overlapping": (2, partial(nn.AvgPool2d, 3, 2, 1)),
+    "average, ceil_mode": (2, partial(nn.AvgPool2d, 4, 3, ceil_mode=True)),
+    "average, padding not counted": (2, partial(nn.AvgPool2d, 3, 2, 1, count_include_pad=False, ceil_mode=True)),
+    "average 1d": (1, partial(nn.AvgPool1d, 3, 2, 1)),
+    "average 3d": (3, partial(nn.AvgPool3d, 2, 1)),
+    "adaptive average": (2, partial(nn.AdaptiveAvgPool2d, 1)),
+    "adaptive average, uneven windows": (2, partial(nn.AdaptiveAvgPool2d, 4)),
+    "adaptive average 1d": (1, partial(nn.AdaptiveAvgPool1d, 3)),
+    "adaptive average 3d": (3, partial(nn.AdaptiveAvgPool3d, (3, 2, 1))),
+    "mean over columns": (2, lambda: lambda t: t.mean(3)),
+    "mean over channels": (2, lambda: lambda t: torch.mean(t, dim=1, keepdim=True)),
+    "sum over rows": (2, lambda: lambda t: t.sum(dim=-2)),
+    "nearest": (2, partial(nn.Upsample, scale_factor=2)),
+    "bilinear": (2, partial(nn.Upsample, scale_factor=1.5, mode="bilinear")),
+    "interpolate, corners aligned": (2, lambda: partial(F.interpolate, size=(4, 9), mode="bilinear", align_corners=True)),
+    "linear 1d": (1, partial(nn.Upsample, size=11, mode="linear")),
+    "trilinear": (3, partial(nn.Upsample, size=5, mode="trilinear")),
+    "nearest-exact": (2, partial(nn.Upsample, size=4, mode="nearest-exact")),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", POOLS)
+def test_max_pooling(case: str, rule: str, signed: bool) -> None:
+    dims, make = POOLS[case]
+    compare(sandwich(MaxPool(make()), dims=dims, signed=signed), images(2, 2, *SIZE[dims]), rule)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", MEANS)
+def test_average_pooling_and_upsampling(case: str, rule: str, signed: bool) -> None:
+    dims, make = MEANS[case]
+    compare(sandwich(Lin(make(), weighted=False), dims=dims, signed=signed), images(2, 2, *SIZE[dims]), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_average_pooling_that_makes_the_logits(rule: str) -> None:
+    """A fully convolutional net: under z+ the pooling takes its own z, as every operation that made the logits."""
+    program = chain(
+        Lin(nn.Conv2d(2, 4, 3)), Relu(), Lin(nn.Conv2d(4, 3, 3)), Lin(nn.AdaptiveAvgPool2d(1), weighted=False),
+        Move(nn.Flatten()),
+    )  # fmt: skip
+    x = images(2, 2, 9, 9, seed=1)
+    compare(program, x, rule)
+    scores = nn.Sequential(*program.steps[:3])(x)[range(2), CLASSES]
+    assert (scores > 0).any() and (scores < 0).any(), "z is no other than the logit"
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gradient"])
+def test_a_sum_that_makes_the_logits(rule: str) -> None:
+    program = Program(
+        [
+            (Lin(nn.Linear(6, 5)), (0,)),
+            (Relu(), (1,)),
+            (Lin(nn.Linear(5, 3)), (2,)),
+            (Lin(nn.Linear(5, 3, bias=False)), (2,)),
+            (Add(), (3, 4)),
+        ]
+    )
+    compare(program, images(2, 6), rule)
+
+
+# --- sums and concatenation ------------------------------------------------------------------------------------------
+
+
+def iadd(a: Tensor, b: Tensor) -> Tensor:
+    a += b
+    return a
+
+
+def isub(a: Tensor, b: Tensor) -> Tensor:
+    a -= b
+    return a
+
+
+SUMS = {
+    "+": Add(lambda a, b: a + b),
+    "+=": Add(iadd, in_place=True),
+    "torch.add": Add(torch.add),
+    "torch.add, alpha": Add(lambda a, b: torch.add(a, b, alpha=0.6), alpha=0.6),
+    "torch.add, negative alpha": Add(lambda a, b: torch.add(a, b, alpha=-0.6), alpha=-0.6),
+    "method": Add(lambda a, b: a.add(b)),
+    "method in place, alpha": Add(lambda a, b: a.add_(b, alpha=1.5), alpha=1.5, in_place=True),
+    "-": Add(lambda a, b: a - b, alpha=-1.0),
+    "-=": Add(isub, alpha=-1.0, in_place=True),
+    "torch.sub, alpha": Add(lambda a, b: torch.sub(a, b, alpha=0.5), alpha=-0.5),
+    "sum of a list": Add(lambda a, b: sum([a, b])),
+    "functional wrapper": Add(torch.ao.nn.quantized.FloatFunctional().add),
+}
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("spelling", SUMS)
+def test_residual_sums(spelling: str, rule: str, signed: bool) -> None:
+    """Two branches of either sign, or both behind ReLU, then ReLU, in place where the sum was."""
+    add = SUMS[spelling]
+    behind = (lambda: Scale(1.0)) if signed else Relu
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 4, 3, padding=1)), (0,)),
+            (Relu(), (1,)),
+            (Lin(nn.Conv2d(4, 4, 3, padding=1)), (2,)),
+            (behind(), (3,)),
+            (Lin(nn.Conv2d(4, 4, 1)), (2,)),
+            (behind(), (5,)),
+            (Scale(1.0), (4,)),
+            (add, (7, 6)),
+            (Relu(), (8,)),
+            (Move(nn.Flatten()), (9,)),
+            (Lin(nn.Linear(100, 3)), (10,)),
+        ]
+    )
+    compare(program, images(2, 2, 5, 5), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("behind_norm", [True, False])
+def test_in_place_sum_on_a_layer_output(rule: str, behind_norm: bool) -> None:
+    """`out += identity; relu_(out)` as in torchvision's blocks: the layer's own output is overwritten twice."""
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 4, 3, padding=1)), (0,)),
+            (Relu(nn.ReLU(inplace=True), in_place=True), (1,)),
+            (Lin(nn.Conv2d(4, 4, 3, padding=1)), (2,)),
+            (Norm(nn.BatchNorm2d(4)) if behind_norm else Scale(1.0), (3,)),
+            (Add(iadd, in_place=True), (4, 2)),
+            (Relu(torch.relu_, in_place=True), (5,)),
+            (Move(nn.Flatten()), (6,)),
+            (Lin(nn.Linear(100, 3)), (7,)),
+        ]
+    )
+    compare(program.eval(), images(2, 2, 5, 5), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_summand_overwritten_after_the_sum(rule: str) -> None:
+    """torch allows it, since a sum keeps none of its operands: the rule must not read the new values."""
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 3, 3)), (0,)),
+            (Lin(nn.Conv2d(2, 3, 3)), (0,)),
+            (Add(), (1, 2)),
+            (Add(iadd, in_place=True), (1, 3)),
+            (Relu(torch.relu_, in_place=True), (2,)),
+            (Cat(), (1, 2, 3)),
+            (Relu(), (6,)),
+            (Move(nn.Flatten()), (7,)),
+            (Lin(nn.Linear(81, 3)), (8,)),
+        ]
+    )
+    compare(program, images(2, 2, 5, 5), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("order", [(2, 4), (4, 2)])
+def test_broadcast_sums(rule: str, order: tuple[int, int]) -> None:
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 4, 3, padding=1)), (0,)),
+            (Relu(), (1,)),
+            (Lin(nn.AdaptiveAvgPool2d(1), weighted=False), (2,)),
+            (Lin(nn.Conv2d(4, 4, 1)), (3,)),
+            (Add(lambda a, b: a + b), order),
+            (Relu(), (5,)),
+            (Move(nn.Flatten()), (6,)),
+            (Lin(nn.Linear(100, 3)), (7,)),
+        ]
+    )
+    compare(program, images(2, 2, 5, 5), rule)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_parameter_in_a_sum_takes_part_and_gets_nothing(rule: str, signed: bool) -> None:
+    compare(sandwich(Offset(images(4, 6, 6, seed=5)), signed=signed), images(2, 2, 6, 6), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dim", [1, 2])
+def test_concatenation(rule: str, dim: int) -> None:
+    """Of signed and rectified parts, one of them twice."""
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 3, 3, padding=1)), (0,)),
+            (Relu(), (1,)),
+            (Lin(nn.Conv2d(3, 3, 3, padding=1)), (2,)),
+            (Cat(dim), (2, 3, 2)),
+            (Lin(nn.Conv2d(9 if dim == 1 else 3, 4, 3)), (4,)),
+            (Relu(), (5,)),
+            (Move(nn.Flatten()), (6,)),
+            (Lin(nn.LazyLinear(3)), (7,)),
+        ]
+    ).double()
+    program(images(1, 2, 5, 5))
+    compare(program, images(2, 2, 5, 5), rule)
+
+
+MOVES = {
+    "slice": lambda t: t[:, 1:, ::2],
+    "chunk": lambda t: t.chunk(2, 1)[1],
+    "permute": lambda t: t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "transpose": lambda t: t.mT,
+    "channel shuffle": nn.ChannelShuffle(2),
+    "pixel shuffle": nn.PixelShuffle(2),
+    "pixel unshuffle": nn.PixelUnshuffle(2),
+    "pad": lambda t: F.pad(t, (1, 0, 2, 1)),
+    "reflect": nn.ReflectionPad2d(1),
+    "crop": lambda t: F.pad(t, (-1, -1)),
+    "roll": lambda t: torch.roll(t, (1, 2), (2, 3)),
+    "flip": lambda t: t.flip(3),
+    "repeat": lambda t: t.repeat(1, 2, 1, 1),
+    "stack": lambda t: torch.stack([t[:, 0], t[:, 2]], 1),
+    "expand": lambda t: t[:, :1].expand(-1, 3, -1, -1),
+    "identity": nn.Identity(),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", MOVES)
+def test_rearrangements(case: str, rule: str, signed: bool) -> None:
+    compare(sandwich(Move(MOVES[case]), signed=signed), images(2, 2, 6, 6), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.4), nn.Dropout2d(0.4), partial(F.dropout, p=0.4)])
+def test_dropout_in_train_mode(dropout: Callable[[Tensor], Tensor], rule: str) -> None:
+    """The mask of the forward pass is the mask of the relevance."""
+    program = randomise(sandwich(Dropout(dropout)).train(), 2)
+    x, start = images(2, 2, 6, 6), one_hot(CLASSES, 3)
+    torch.manual_seed(11)
+    actual = explain_class(program, x, CLASSES, rule)
+    torch.manual_seed(11)
+    wanted = expected(program, x, start, rule)
+    assert_same(actual, wanted)
+    with torch.no_grad():
+        assert (dropout(torch.ones(2, 4, 6, 6)) == 0).any(), "nothing was dropped"
+
+
+# --- activations ---------------------------------------------------------------------------------------------------
+
+SHARED = nn.ReLU()
+SHARED_IN_PLACE = nn.ReLU(inplace=True)
+RELUS = {
+    "module": (nn.ReLU(), False),
+    "module in place": (nn.ReLU(inplace=True), True),
+    "F.relu": (F.relu, False),
+    "F.relu in place": (partial(F.relu, inplace=True), True),
+    "F.relu_": (F.relu_, True),
+    "torch.relu": (torch.relu, False),
+    "torch.relu_": (torch.relu_, True),
+    "method": (lambda t: t.relu(), False),
+    "method in place": (lambda t: t.relu_(), True),
+    "clamp": (lambda t: t.clamp(min=0), False),
+    "clamp positional": (lambda t: t.clamp(0), False),
+    "torch.clamp": (lambda t: torch.clamp(t, min=0.0), False),
+    "clamp_": (lambda t: t.clamp_(min=0), True),
+    "clamp_min": (lambda t: t.clamp_min(0), False),
+    "clip": (lambda t: t.clip(min=0), False),
+    "threshold": (nn.Threshold(0.0, 0.0), False),
+    "maximum": (lambda t: torch.maximum(t, torch.zeros((), dtype=t.dtype)), False),
+    "re-used module": (SHARED, False),
+    "re-used in place": (SHARED_IN_PLACE, True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("spelling", RELUS)
+def test_relu_in_all_spellings(spelling: str, rule: str) -> None:
+    function, in_place = RELUS[spelling]
+
+    def relu() -> Relu:
+        return Relu(function, in_place)
+
+    program = chain(
+        Lin(nn.Conv2d(2, 4, 3)), relu(), Lin(nn.Conv2d(4, 4, 3)), Norm(nn.BatchNorm2d(4)), relu(),
+        Move(lambda t: t.clone().flatten(1)), relu(), Lin(nn.Linear(16, 3)),
+    )  # fmt: skip
+    compare(program.eval(), images(2, 2, 6, 6), rule)
+
+
+ACTIVATIONS = {
+    "gelu": nn.GELU(),
+    "gelu tanh": nn.GELU("tanh"),
+    "silu": nn.SiLU(),
+    "hardswish": nn.Hardswish(),
+    "leaky": nn.LeakyReLU(0.1),
+    "elu": nn.ELU(),
+    "celu": nn.CELU(0.7),
+    "selu": nn.SELU(),
+    "mish": nn.Mish(),
+    "tanh": nn.Tanh(),
+    "sigmoid": nn.Sigmoid(),
+    "hardsigmoid": nn.Hardsigmoid(),
+    "hardtanh": nn.Hardtanh(-0.5, 0.5),
+    "relu6": nn.ReLU6(),
+    "softplus": nn.Softplus(),
+    "softsign": nn.Softsign(),
+    "tanhshrink": nn.Tanhshrink(),
+    "clamped": lambda t: t.clamp(-0.3, 0.4),
+    "F.silu": F.silu,
+    "F.gelu": F.gelu,
+    "torch.tanh": torch.tanh,
+    "method tanh": lambda t: t.tanh(),
+}
+IN_PLACE = {
+    "silu": (nn.SiLU(inplace=True), F.silu),
+    "hardswish": (nn.Hardswish(inplace=True), F.hardswish),
+    "leaky": (nn.LeakyReLU(0.1, inplace=True), partial(F.leaky_relu, negative_slope=0.1)),
+    "elu": (nn.ELU(inplace=True), F.elu),
+    "relu6": (nn.ReLU6(inplace=True), F.relu6),
+    "tanh_": (lambda t: t.tanh_(), torch.tanh),
+    "sigmoid_": (lambda t: t.sigmoid_(), torch.sigmoid),
+}
+
+
+def activated(act: Callable[[], Step]) -> Program:
+    return chain(
+        Lin(nn.Conv2d(2, 4, 3)), act(), Lin(nn.Conv2d(4, 3, 3)), Norm(nn.BatchNorm2d(3)), act(),
+        Move(lambda t: t.clone().flatten(1)), Lin(nn.Linear(12, 3)),
+    ).eval()  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "gradient"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_other_activations(name: str, rule: str) -> None:
+    """`G * f(x) / (x + eps*sign(x))`."""
+    compare(activated(lambda: Act(ACTIVATIONS[name])), 3 * images(2, 2, 6, 6), rule)
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "gradient"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_other_activations_in_place(name: str, rule: str) -> None:
+    function, plain = IN_PLACE[name]
+    compare(activated(lambda: Act(function, plain, in_place=True)), 3 * images(2, 2, 6, 6), rule)
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "gradient"])
+@pytest.mark.parametrize("slopes", [1, 3])
+def test_prelu(slopes: int, rule: str) -> None:
+    prelu = nn.PReLU(slopes)
+    program = chain(Lin(nn.Conv2d(2, 3, 3)), Act(prelu), Move(nn.Flatten()), Lin(nn.Linear(48, 3)))
+    compare(program, images(2, 2, 6, 6), rule)
+
+
+def test_sign_of_zero_is_one() -> None:
+    """At x = 0 a sigmoid is 0.5 and passes `G * 0.5 / eps`."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sigmoid(), nn.Linear(2, 1, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
+        model[2].weight.copy_(torch.tensor([[3.0, 1.0]]))
+    x = torch.ones(1, 2, dtype=torch.float64)
+    actual = explain_class(model, x, [0])
+    assert_same(actual, 3.0 * 0.5 / 0.01 * torch.tensor([[1.0, -1.0]], dtype=torch.float64))
+
+
+# --- other normalisations ------------------------------------------------------------------------------------------
+
+
+def grouped_mean(x: Tensor, groups: int) -> Tensor:
+    mean = x.reshape(x.shape[0], groups, -1).mean(-1)
+    return mean.repeat_interleave(x[0].numel() // groups, 1).view_as(x)
+
+
+def grouped_norm(module: nn.Module, groups: int) -> Normalise:
+    def inverse(x: Tensor) -> Tensor:
+        return 1 / (grouped_mean((x - grouped_mean(x, groups)) ** 2, groups) + module.eps).sqrt()
+
+    def formula(x: Tensor, inverse: Tensor) -> Tensor:
+        y = (x - grouped_mean(x, groups)) * inverse
+        if module.weight is None:
+            return y
+        shape = (-1, *[1] * (x.ndim - 2))
+        return y * module.weight.view(shape) + module.bias.view(shape)
+
+    return Normalise(module, inverse, formula)
+
+
+def last_dims_norm(module: nn.Module, dims: int, centred: bool = True) -> Normalise:
+    """Over the last dimensions; an RMS norm subtracts no mean."""
+    over = tuple(range(-dims, 0))
+    eps = module.eps if module.eps is not None else torch.finfo(torch.float64).eps
+
+    def centre(x: Tensor) -> Tensor:
+        return x - x.mean(over, keepdim=True) if centred else x
+
+    def inverse(x: Tensor) -> Tensor:
+        return 1 / ((centre(x) ** 2).mean(over, keepdim=True) + eps).sqrt()
+
+    def formula(x: Tensor, inverse: Tensor) -> Tensor:
+        y = centre(x) * inverse
+        if module.weight is not None:
+            y = y * module.weight
+        return y if getattr(module, "bias", None) is None else y + module.bias
+
+    return Normalise(module, inverse, formula)
+
+
+OTHER_NORMS = {
+    "layer": lambda: last_dims_norm(nn.LayerNorm(6), 1),
+    "layer, several dimensions": lambda: last_dims_norm(nn.LayerNorm((4, 6, 6)), 3),
+    "layer, no affine": lambda: last_dims_norm(nn.LayerNorm((6, 6), elementwise_affine=False), 2),
+    "layer, no bias": lambda: last_dims_norm(nn.LayerNorm(6, bias=False, eps=0.1), 1),
+    "group": lambda: grouped_norm(nn.GroupNorm(2, 4), 2),
+    "one group": lambda: grouped_norm(nn.GroupNorm(1, 4, affine=False), 1),
+    "instance": lambda: grouped_norm(nn.InstanceNorm2d(4), 4),
+    "instance, affine": lambda: grouped_norm(nn.InstanceNorm2d(4, affine=True), 4),
+    "rms": lambda: last_dims_norm(nn.RMSNorm(6), 1, centred=False),
+    "rms, no affine": lambda: last_dims_norm(nn.RMSNorm((6, 6), eps=1e-3, elementwise_affine=False), 2, centred=False),
+}
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("rule", ["epsilon", "gradient"])
+@pytest.mark.parametrize("name", OTHER_NORMS)
+def test_layer_group_instance_and_rms_norm(name: str, rule: str, signed: bool) -> None:
+    program = randomise(sandwich(OTHER_NORMS[name](), signed=signed), 4)
+    x = images(2, 2, 6, 6)
+    torch.testing.assert_close(program(x), Oracle(program, x, one_hot(CLASSES, 3)).logits, rtol=1e-12, atol=1e-12)
+    compare(program, x, rule, seed=4)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_instance_norm_with_running_statistics(training: bool) -> None:
+    """In eval mode it is affine with the running statistics, in train mode it measures each sample."""
+    module = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    step = grouped_norm(module, 4) if training else Norm(module)
+    compare(sandwich(step).train(training), images(2, 2, 6, 6), "epsilon")
+
+
+# --- products, gates, attention ------------------------------------------------------------------------------------
+
+
+class Excited(nn.Module):
+    """Squeeze-and-excitation as people write it; `oracle` is the same as a program."""
+
+    def __init__(self, gate: Callable[[Tensor], Tensor], in_place: bool) -> None:
+        super().__init__()
+        self.stem, self.down, self.up = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1)
+        self.head = nn.Linear(64, 3)
+        self.gate, self.in_place = gate, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.stem(x))
+        scale = self.gate(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        if self.in_place:
+            x = x.clone()
+            x *= scale
+        else:
+            x = scale * x
+        return self.head(x.flatten(1))
+
+    def program(self) -> Program:
+        return Program(
+            [
+                (Lin(self.stem), (0,)),
+                (Act(F.silu), (1,)),
+                (Lin(lambda t: t.mean((2, 3), keepdim=True), weighted=False), (2,)),
+                (Lin(self.down), (3,)),
+                (Relu(), (4,)),
+                (Lin(self.up), (5,)),
+                (Act(self.gate), (6,)),
+                (Mul(gated=True), (2, 7)),
+                (Move(nn.Flatten()), (8,)),
+                (Lin(self.head), (9,)),
+            ]
+        )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("gate", [torch.sigmoid, F.hardsigmoid, nn.Sigmoid(), lambda t: t.softmax(1)])
+def test_a_gate_is_a_constant(gate: Callable[[Tensor], Tensor], in_place: bool) -> None:
+    model = randomise(Excited(gate, in_place), 5)
+    x = images(2, 2, 6, 6)
+    assert_same(explain_class(model, x, CLASSES), Oracle(model.program(), x, one_hot(CLASSES, 3)).input)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_product_of_two_signals_gives_half_to_each(same: bool) -> None:
+    program = Program(
+        [
+            (Lin(nn.Linear(6, 5)), (0,)),
+            (Lin(nn.Linear(6, 5)), (0,)),
+            (Act(torch.tanh), (2,)),
+            (Mul(), (1, 1) if same else (1, 3)),
+            (Lin(nn.Linear(5, 3)), (4,)),
+        ]
+    )
+    compare(program, images(2, 6), "epsilon")
+
+
+def test_a_square_is_a_product_with_itself() -> None:
+    first, last = nn.Linear(6, 5), nn.Linear(5, 3)
+    wanted = Program([(Lin(first), (0,)), (Mul(), (1, 1)), (Lin(last), (2,))])
+    randomise(wanted, 6)
+    x = images(2, 6)
+    for spelling in (torch.square, lambda t: t**2, lambda t: t.pow(2)):
+        model = chain(Lin(first), Act(spelling), Lin(last))
+        assert_same(explain_class(model, x, CLASSES), Oracle(wanted, x, one_hot(CLASSES, 3)).input)
+
+
+WIDTH, HEADS, TOKENS = 6, 2, 4
+
+
+class Attention(nn.Module):
+    """Patches, self-attention, a residual sum, a mean over tokens, a dense layer; the attention in four spellings."""
+
+    def __init__(self, spelling: str, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, WIDTH, 3, stride=3)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.head = nn.Linear(WIDTH, 3)
+        self.spelling, self.mask = spelling, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.stem(x).flatten(2).transpose(1, 2)
+        mixed = self.mixed(tokens)
+        return self.head((tokens + mixed).mean(1))
+
+    def mixed(self, t: Tensor) -> Tensor:
+        a = self.attention
+        if self.spelling.startswith("module"):
+            mask = None if self.mask is None else ~self.mask
+            return a(t, t, t, need_weights="weights" in self.spelling, attn_mask=mask)[0]
+        q, k, v = F.linear(t, a.in_proj_weight, a.in_proj_bias).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        if self.spelling == "sdpa":
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        elif self.spelling == "causal sdpa":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q * (WIDTH // HEADS) ** -0.5) @ k.transpose(-2, -1)
+            if self.mask is not None:
+                scores = scores.masked_fill(~self.mask, -torch.inf)
+            y = scores.softmax(-1) @ v
+        return a.out_proj(y.transpose(1, 2).flatten(2))
+
+    def program(self) -> Program:
+        """q, k and v are three dense layers here, and the mask is a sum."""
+        a = self.attention
+
+        def projected(i: int) -> Step:
+            weight, bias = a.in_proj_weight.chunk(3)[i], a.in_proj_bias.chunk(3)[i]
+            return Lin(lambda t: F.linear(t, weight, bias).unflatten(-1, (HEADS, -1)).transpose(1, 2), True)
+
+        blocked = torch.zeros(TOKENS, TOKENS, dtype=torch.float64)
+        if self.mask is not None:
+            blocked = blocked.masked_fill(~self.mask, -1e30)
+        return Program(
+            [
+                (Lin(self.stem), (0,)),
+                (Move(lambda t: t.flatten(2).transpose(1, 2)), (1,)),
+                (projected(0), (2,)),
+                (projected(1), (2,)),
+                (projected(2), (2,)),
+                (Move(lambda t: t.transpose(-2, -1)), (4,)),
+                (MatMul(), (3, 6)),
+                (Scale((WIDTH // HEADS) ** -0.5), (7,)),
+                (Offset(blocked), (8,)),
+                (Softmax(), (9,)),
+                (MatMul(), (10, 5)),
+                (Move(lambda t: t.transpose(1, 2).flatten(2)), (11,)),
+                (Lin(a.out_proj), (12,)),
+                (Add(), (2, 13)),
+                (Lin(lambda t: t.mean(1), weighted=False), (14,)),
+                (Lin(self.head), (15,)),
+            ]
+        )
+
+
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("spelling", "mask"),
+    [
+        ("by hand", None),
+        ("by hand", CAUSAL),
+        ("sdpa", None),
+        ("sdpa", CAUSAL),
+        ("causal sdpa", CAUSAL),
+        ("module", None),
+        ("module", CAUSAL),
+        ("module with weights", None),
+        ("module with weights", CAUSAL),
+    ],
+)
+def test_attention(spelling: str, mask: Tensor | None, frozen: bool) -> None:
+    """Half to each factor of both products, softmax ordinary, in every spelling, also with frozen parameters."""
+    model = randomise(Attention(spelling, mask), 7).eval().requires_grad_(not frozen)
+    x = images(2, 2, 6, 6)
+    oracle = Oracle(model.program(), x, one_hot(CLASSES, 3))
+    torch.testing.assert_close(model(x), oracle.logits, rtol=1e-12, atol=1e-12)
+    assert_same(explain_class(model, x, CLASSES), oracle.input)
+
+
+def test_attention_under_the_plain_gradient() -> None:
+    model = randomise(Attention("module"), 7).eval()
+    x = images(2, 2, 6, 6)
+    assert_same(explain_class(model, x, CLASSES, "gradient"), expected(model, x, one_hot(CLASSES, 3), "gradient"))
+
+
+class StandardisedConv(nn.Conv2d):
+    """Its weight is computed on the fly from its parameter."""
+
+    def standardised(self) -> Tensor:
+        mean, var = self.weight.mean((1, 2, 3), keepdim=True), self.weight.var((1, 2, 3), unbiased=False, keepdim=True)
+        return (self.weight - mean) / (var + 1e-5).sqrt() * 0.4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.standardised(), self.bias, padding=1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weight_standardised_convolution(rule: str) -> None:
+    program = sandwich(Lin(StandardisedConv(4, 5, 3)), Norm(nn.BatchNorm2d(5))).eval()
+    compare(program, images(2, 2, 6, 6), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parametrised_weights(rule: str) -> None:
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 5, 3))
+    compare(sandwich(Lin(conv)), images(2, 2, 6, 6), rule)
+
+
+# --- first layer: zB -------------------------------------------------------------------------------------------------
+
+LOW, HIGH = torch.tensor([-0.4, -1.2], dtype=torch.float64), torch.tensor([1.5, 0.9], dtype=torch.float64)
+BOXES = {
+    "numbers": ((-1, 1.25), (torch.full((2, 1, 1), -1.0), torch.full((2, 1, 1), 1.25))),
+    "per channel": ((LOW, HIGH), (LOW.view(2, 1, 1), HIGH.view(2, 1, 1))),
+    "per channel, shaped": ((LOW.view(1, 2, 1, 1), HIGH.view(2, 1, 1)), (LOW.view(2, 1, 1), HIGH.view(2, 1, 1))),
+    "from zero": ((0.0, 1.0), (torch.zeros(2, 1, 1), torch.ones(2, 1, 1))),
+}
+STEMS: dict[str, Callable[[], list[Step]]] = {
+    "relu": lambda: [Relu()],
+    "in-place relu": lambda: [Relu(torch.relu_, in_place=True)],
+    "gelu": lambda: [Act(F.gelu)],
+    "in-place silu": lambda: [Act(nn.SiLU(inplace=True), F.silu, in_place=True)],
+    "tanh": lambda: [Act(torch.tanh)],
+    "no activation": list,
+    "batch norm, relu": lambda: [Norm(nn.BatchNorm2d(4)), Relu(nn.ReLU(inplace=True), in_place=True)],
+    "batch norm, silu": lambda: [Norm(nn.BatchNorm2d(4)), Act(F.silu)],
+    "batch norm": lambda: [Norm(nn.BatchNorm2d(4))],
+    "batch norm without affine, relu": lambda: [Norm(nn.BatchNorm2d(4, affine=False)), Relu()],
+    "max pool, relu": lambda: [MaxPool(nn.MaxPool2d(3, 2, 1)), Relu()],
+}
+
+
+def boxed_images(low: Tensor, high: Tensor, *shape: int) -> Tensor:
+    return low + (high - low) * images(*shape, low=0.0)
+
+
+def with_stem(*stem: Step) -> Program:
+    """Behind the stem a max pool, a convolution and a dense layer."""
+    middle = [MaxPool(nn.MaxPool2d(2)), Lin(nn.Conv2d(4, 4, 2)), Relu(), Move(nn.Flatten())]
+    width = chain(*stem, *middle).double()(images(2, 2, 8, 8)).shape[1]
+    return chain(*stem, *middle, Lin(nn.Linear(width, 3)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("box", BOXES)
+def test_first_layer(box: str, stem: str, rule: str) -> None:
+    """zB under every table, whatever follows the first layer; zero padding at every edge."""
+    if rule == "zplus" and any(isinstance(step, Act) for step in STEMS[stem]()):
+        rule = "epsilon"
+    given, bounds = BOXES[box]
+    bounds = tuple(b.double() for b in bounds)
+    program = randomise(with_stem(Lin(nn.Conv2d(2, 4, 3, padding=1)), *STEMS[stem]()).eval(), 8)
+    x = boxed_images(*bounds, 2, 2, 8, 8)
+    wanted = Oracle(program, x, one_hot(CLASSES, 3), rule, box=bounds).input
+    assert_same(explain_class(program, x, CLASSES, rule, box=given), wanted)
+
+
+FIRST = {
+    "strided": lambda: [Lin(nn.Conv2d(2, 4, 3, stride=2, padding=1))],
+    "no bias": lambda: [Lin(nn.Conv2d(2, 4, 3, padding=2, bias=False))],
+    "grouped": lambda: [Lin(nn.Conv2d(2, 4, 3, groups=2))],
+    "same, even": lambda: [Lin(nn.Conv2d(2, 4, (4, 2), padding="same"))],
+    "transposed": lambda: [Lin(nn.ConvTranspose2d(2, 4, 2, stride=2))],
+    "explicit padding": lambda: [Move(lambda t: F.pad(t, (2, 1, 0, 1))), Lin(nn.Conv2d(2, 4, 3))],
+    "padding module": lambda: [Move(nn.ZeroPad2d(2)), Lin(nn.Conv2d(2, 4, 3, stride=2))],
+    "reflected": lambda: [Move(nn.ReflectionPad2d(1)), Lin(nn.Conv2d(2, 4, 3))],
+    "cropped and turned": lambda: [Move(lambda t: t[..., 1:].transpose(2, 3)), Lin(nn.Conv2d(2, 4, 3))],
+    "pixel unshuffle": lambda: [Move(nn.PixelUnshuffle(2)), Lin(nn.Conv2d(8, 4, 1))],
+}
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "zplus"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("first", FIRST)
+def test_first_layer_of_every_shape(first: str, norm: bool, rule: str) -> None:
+    """Padding in front adds nothing to the bounds; other rearrangements carry the bounds with them."""
+    program = with_stem(*FIRST[first](), *([Norm(nn.BatchNorm2d(4))] if norm else []), Relu())
+    randomise(program.eval(), 21)
+    bounds = LOW.view(2, 1, 1), HIGH.view(2, 1, 1)
+    x = boxed_images(*bounds, 2, 2, 8, 8)
+    wanted = Oracle(program, x, one_hot(CLASSES, 3), rule, box=bounds).input
+    assert_same(explain_class(program, x, CLASSES, rule, box=(LOW, HIGH)), wanted)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("padding", ["in the layer", "in front"])
+def test_first_layer_by_explicit_loops(padding: str, training: bool) -> None:
+    """The specification's formula, pixel by pixel: conv, batch norm, ReLU, then a dense layer for one class."""
+    conv, norm, head = nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Linear(48, 3)
+    model = randomise(nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), head), 10).train(training)
+    x = boxed_images(LOW.view(2, 1, 1), HIGH.view(2, 1, 1), 2, 2, 4, 4)
+    with torch.no_grad():
+        before = conv(x)
+        mean, var = norm.running_mean, norm.running_var
+        if training:
+            mean, var = before.mean((0, 2, 3)), before.var((0, 2, 3), unbiased=False)
+        scale = norm.weight / (var + norm.eps).sqrt()
+        weight, bias = conv.weight * scale.view(-1, 1, 1, 1), conv.bias * scale + norm.bias - mean * scale
+        wanted = torch.zeros_like(x)
+        for n in range(2):
+            for o in range(3):
+                for i in range(4):
+                    for j in range(4):
+                        inside = [
+                            (c, a, b, i + a - 1, j + b - 1)
+                            for c in range(2)
+                            for a in range(3)
+                            for b in range(3)
+                            if 0 <= i + a - 1 < 4 and 0 <= j + b - 1 < 4
+                        ]
+                        y, z = float(bias[o]), max(float(bias[o]), 0.0)
+                        for c, a, b, row, column in inside:
+                            w, value = float(weight[o, c, a, b]), float(x[n, c, row, column])
+                            y += w * value
+                            z += w * value - max(w, 0) * float(LOW[c]) - min(w, 0) * float(HIGH[c])
+                        R = max(y, 0.0) * float(head.weight[CLASSES[n], o * 16 + i * 4 + j])
+                        for c, a, b, row, column in inside:
+                            w, value = float(weight[o, c, a, b]), float(x[n, c, row, column])
+                            part = w * value - max(w, 0) * float(LOW[c]) - min(w, 0) * float(HIGH[c])
+                            wanted[n, c, row, column] += part * R / (z + 0.01)
+    if padding == "in front":
+        conv.padding = (0, 0)
+        model.insert(0, nn.ZeroPad2d(1))
+    assert_same(explain_class(model, x, CLASSES, box=(LOW, HIGH)), wanted)
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "zplus"])
+def test_two_first_layers_both_take_zb(rule: str) -> None:
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 4, 3, padding=1)), (0,)),
+            (Relu(), (1,)),
+            (Move(lambda t: F.pad(t, (2, 2, 2, 2))), (0,)),
+            (Lin(nn.Conv2d(2, 4, 5)), (3,)),
+            (Norm(nn.BatchNorm2d(4)), (4,)),
+            (Add(), (2, 5)),
+            (Relu(), (6,)),
+            (Move(nn.Flatten()), (7,)),
+            (Lin(nn.Linear(100, 3)), (8,)),
+        ]
+    )
+    randomise(program.eval(), 12)
+    bounds = torch.zeros(2, 1, 1, dtype=torch.float64), torch.ones(2, 1, 1, dtype=torch.float64)
+    x = images(2, 2, 5, 5, low=0.0)
+    wanted = Oracle(program, x, one_hot(CLASSES, 3), rule, box=bounds).input
+    assert_same(explain_class(program, x, CLASSES, rule, box=(0, 1)), wanted)
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "zplus"])
+def test_first_layer_with_its_norm_read_twice(rule: str) -> None:
+    """What leaves the norm without passing the ReLU is relevance of the norm's own output."""
+    program = Program(
+        [
+            (Lin(nn.Conv2d(2, 3, 3)), (0,)),
+            (Norm(nn.BatchNorm2d(3)), (1,)),
+            (Relu(), (2,)),
+            (Cat(), (1, 2, 3)),
+            (Lin(nn.Conv2d(9, 4, 1)), (4,)),
+            (Relu(), (5,)),
+            (Move(nn.Flatten()), (6,)),
+            (Lin(nn.Linear(36, 3)), (7,)),
+        ]
+    )
+    randomise(program.eval(), 13)
+    bounds = LOW.view(2, 1, 1), HIGH.view(2, 1, 1)
+    x = boxed_images(*bounds, 2, 2, 5, 5)
+    wanted = Oracle(program, x, one_hot(CLASSES, 3), rule, box=bounds).input
+    assert_same(explain_class(program, x, CLASSES, rule, box=(LOW, HIGH)), wanted)
+
+
+def test_first_layer_of_a_dense_net() -> None:
+    program = chain(Lin(nn.Linear(6, 5)), Relu(), Lin(nn.Linear(5, 3)))
+    randomise(program, 14)
+    low, high = images(6, seed=3) - 1, images(6, seed=4) + 1
+    x = low + (high - low) * images(2, 6, low=0.0)
+    wanted = Oracle(program, x, one_hot(CLASSES, 3), box=(low, high)).input
+    assert_same(explain_class(program, x, CLASSES, box=(low, high)), wanted)
+
+
+# --- targets, layers, stabiliser -------------------------------------------------------------------------------------
+
+
+def residual() -> Program:
+    return Program(
+        [
+            (Lin(nn.Conv2d(2, 4, 3, padding=1)), (0,)),
+            (Norm(nn.BatchNorm2d(4)), (1,)),
+            (Relu(nn.ReLU(inplace=True), in_place=True), (2,)),
+            (MaxPool(nn.MaxPool2d(3, 2, 1)), (3,)),
+            (Lin(nn.Conv2d(4, 4, 3, padding=1)), (4,)),
+            (Norm(nn.BatchNorm2d(4)), (5,)),
+            (Add(iadd, in_place=True), (6, 4)),
+            (Relu(nn.ReLU(inplace=True), in_place=True), (7,)),
+            (Lin(nn.AdaptiveAvgPool2d(1), weighted=False), (8,)),
+            (Move(nn.Flatten()), (9,)),
+            (Lin(nn.Linear(4, 3)), (10,)),
+        ]
+    ).eval()
+
+
+@pytest.mark.parametrize("box", [None, (-1.0, 1.0)])
+@pytest.mark.parametrize("rule", ["epsilon", "zplus"])
+def test_relevance_at_named_layers(rule: str, box: tuple[float, float] | None) -> None:
+    """Also at layers whose output is overwritten in place later."""
+    program = randomise(residual(), 15)
+    x = images(2, 2, 6, 6)
+    numbers = [2, 3, 6, 7, 8, 10] if rule == "zplus" else [4, 5, 2, 3, 6, 7, 8, 10]
+    if rule == "epsilon" and box is None:
+        numbers += [0, 1]
+    bounds = None if box is None else tuple(torch.full((2, 1, 1), b, dtype=torch.float64) for b in box)
+    oracle = Oracle(program, x, one_hot(CLASSES, 3), rule, box=bounds)
+    for number in numbers:
+        name = f"steps.{number}"
+        maps = explain_class(program, x, CLASSES, rule, box=box, layers=[name])
+        assert set(maps) == {"input", name}
+        assert_same(maps["input"], oracle.input)
+        if rule == "zplus" and number == 10:
+            continue  # the logits start from z, the layer's value is y
+        assert_same(maps[name], oracle.behind(number))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_joint_is_the_sum_of_all_logits(rule: str) -> None:
+    program = randomise(residual(), 16)
+    x = images(2, 2, 6, 6)
+    joint = fasterisnet.explain(program, x, Joint(), rule=rule)
+    assert_same(joint, expected(program, x, torch.ones(2, 3, dtype=torch.float64), rule))
+    assert_same(fasterisnet.explain(program, x, AllLogits(), rule=rule).sum(1), joint)
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 0.01, 0.5])
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gamma"])
+def test_the_stabiliser_is_the_one_asked_for(rule: str, epsilon: float) -> None:
+    program = randomise(residual(), 17)
+    x = images(2, 2, 6, 6)
+    wanted = Oracle(program, x, one_hot(CLASSES, 3), rule, eps=epsilon).input
+    assert_same(explain_class(program, x, CLASSES, rule, epsilon=epsilon), wanted)
+
+
+def test_zplus_is_never_negative() -> None:
+    """Started from non-negative relevance, on images of either sign; zB keeps it so inside its box."""
+    program = randomise(residual(), 18)
+    x = images(4, 2, 6, 6)
+    for box in (None, (-1.0, 1.0)):
+        maps = fasterisnet.explain(program, x, AllLogits(), rule="zplus", box=box)
+        assert float(maps.min()) >= 0
+        assert float(maps.amax((2, 3, 4)).min()) > 0
+
+
+def test_zplus_loses_only_what_stabilisers_and_biases_take() -> None:
+    """Without biases and with a tiny stabiliser, z+ keeps the sum of relevance."""
+    program = sandwich(Lin(nn.Conv2d(4, 4, 3, bias=False)), Relu(), MaxPool(nn.MaxPool2d(2)))
+    for step in program.steps:
+        if isinstance(step, Lin) and isinstance(step.function, nn.Module):
+            step.function.bias = None
+    randomise(program, 19)
+    x = images(2, 2, 6, 6)
+    total = explain_class(program, x, CLASSES, "zplus", epsilon=1e-13).sum((1, 2, 3))
+    values = Oracle(program, x, one_hot(CLASSES, 3), "zplus", eps=1e-13)
+    torch.testing.assert_close(total, values.flow[-1].sum(1), rtol=1e-9, atol=0)
+
+
+def test_dense_formulas_on_numbers_done_by_hand() -> None:
+    """x = (1, -2), W = (3, -4), b = 1: z = 3 + 8 + 1; with l = -3, h = 2: z = 3*4 - 4*(-4) + 1."""
+    x, matrix = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, -4.0]])
+    bias, R = torch.tensor([1.0]), torch.tensor([[6.0]])
+    torch.testing.assert_close(dense_zplus(x, matrix, bias, R, 0.0), torch.tensor([[3.0, 8.0]]) * 6 / 12)
+    low, high = torch.full((1, 2), -3.0), torch.full((1, 2), 2.0)
+    torch.testing.assert_close(dense_zb(x, low, high, matrix, bias, R, 0.0), torch.tensor([[12.0, 16.0]]) * 6 / 29)
