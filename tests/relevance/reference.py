@@ -22,7 +22,7 @@ EPSILON = 0.01
 GAMMA = 0.25
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------------------------
 
 
 class Step(nn.Module):
@@ -86,7 +86,7 @@ class Lin(Step):
     def gamma_of(self, xs: list[Tensor], R: Tensor | None, eps: float, G: Tensor | None = None) -> list[Tensor]:
         (x,) = xs
         matrix, bias = self.matrix(x)
-        raised, raised_bias = matrix + GAMMA * matrix.clamp(min=0), (bias + GAMMA * bias.clamp(min=0)).detach()
+        raised, raised_bias = matrix + GAMMA * matrix.clamp(min=0), bias + GAMMA * bias.clamp(min=0)
         z = x.flatten(1) @ raised.T + raised_bias
         s = G.flatten(1) if R is None else R.flatten(1) / stabilised(z, eps)
         return [(s @ raised).view_as(x)]
@@ -190,7 +190,10 @@ class Norm(Step):
 
 
 class Normalise(Step):
-    """Layer, group, instance or RMS norm: `formula(x, inverse)` is linear in x once `inverse(x)` is held constant."""
+    """Layer, group, instance or RMS norm: `formula(x, inverse)` is linear in x once `inverse(x)` is held constant.
+
+    Relevance does not pass through the normaliser, but G depends on its value, and gradients of the maps know that.
+    """
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class Normalise(Step):
         return self.formula(x, self.inverse(x))
 
     def epsilon(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
-        inverse = self.inverse(xs[0]).detach()
+        inverse = self.inverse(xs[0])
         zero = torch.zeros_like(xs[0], requires_grad=True)
         return list(torch.autograd.grad(self.formula(zero, inverse), zero, G, create_graph=True))
 
@@ -240,7 +243,10 @@ class Act(Step):
     """Any other element-wise activation."""
 
     def __init__(
-        self, function: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor] | None = None, in_place: bool = False
+        self,
+        function: Callable[[Tensor], Tensor],
+        plain: Callable[[Tensor], Tensor] | None = None,
+        in_place: bool = False,
     ) -> None:
         super().__init__()
         self.function, self.plain, self.in_place = function, plain or function, in_place
@@ -378,7 +384,7 @@ class Softmax(Step):
         return [(G.unsqueeze(-2) @ jacobian).squeeze(-2)]
 
 
-# --- formulas --------------------------------------------------------------------------------------------------------
+# --- formulas -------------------------------------------------------------------------------------------------------
 
 
 def along(vector: Tensor, like: Tensor) -> Tensor:
@@ -403,9 +409,7 @@ def dense_zplus(x: Tensor, matrix: Tensor, bias: Tensor, R: Tensor, eps: float) 
     return (flat.clamp(min=0) * (s @ plus) + flat.clamp(max=0) * (s @ minus)).view_as(x)
 
 
-def dense_zb(
-    x: Tensor, low: Tensor, high: Tensor, matrix: Tensor, bias: Tensor, R: Tensor, eps: float
-) -> Tensor:
+def dense_zb(x: Tensor, low: Tensor, high: Tensor, matrix: Tensor, bias: Tensor, R: Tensor, eps: float) -> Tensor:
     """`R_x = x*(W^T s) - l*(W+^T s) - h*(W-^T s)`, the way the specification writes it."""
     x_, l, h = x.flatten(1), low.flatten(1), high.flatten(1)
     plus, minus = matrix.clamp(min=0), matrix.clamp(max=0)
@@ -415,7 +419,7 @@ def dense_zb(
     return (x_ * (s @ matrix) - l * (s @ plus) - h * (s @ minus)).view_as(x)
 
 
-# --- programs and their oracle ---------------------------------------------------------------------------------------
+# --- programs and their oracle --------------------------------------------------------------------------------------
 
 
 class Program(nn.Module):
@@ -593,7 +597,7 @@ class Oracle:
         return True
 
 
-# --- comparing -------------------------------------------------------------------------------------------------------
+# --- comparing ------------------------------------------------------------------------------------------------------
 
 
 def plain_gradient(model: nn.Module, x: Tensor, start: Tensor, create_graph: bool = False) -> Tensor:
@@ -625,7 +629,9 @@ def assert_same(actual: Tensor, wanted: Tensor, tolerance: float = 1e-10) -> Non
     assert error(actual, wanted) <= tolerance
 
 
-def explain_class(model: nn.Module, x: Tensor, classes: Sequence[int], rule: str = "epsilon", **settings: object) -> Tensor:
+def explain_class(
+    model: nn.Module, x: Tensor, classes: Sequence[int], rule: str = "epsilon", **settings: object
+) -> Tensor:
     return fasterisnet.explain(model, x, torch.tensor(classes), rule=rule, strict=True, **settings)
 
 

@@ -155,20 +155,58 @@ def test_one_model_in_two_threads(create_graph: bool) -> None:
 
 
 def test_an_ordinary_forward_in_another_thread() -> None:
-    """It is neither traced nor disturbed, though layers of its model are being captured."""
+    """In the middle of a traced forward pass: it is neither captured nor disturbed."""
+    traced = threading.current_thread()
+    answers: list[Tensor] = []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = m.layer(x)
+        if threading.current_thread() is traced and m.meddling:
+            with ThreadPoolExecutor(1) as pool:
+                answers.append(pool.submit(torch.no_grad()(model), images).result())
+        return m.fc(torch.relu(hidden))
+
+    model, images = randomised(Net(forward, layer=nn.Linear(5, 6), fc=nn.Linear(6, 3))), pictures(2, 5)
+    model.meddling = False
+    expected, logits = explain(model, images, layers=["layer"]), model(images).detach()
+    model.meddling = True
+    maps = explain(model, images, layers=["layer"])
+    assert len(answers) == 1 and torch.equal(answers[0], logits)
+    assert torch.equal(maps["layer"], expected["layer"]) and torch.equal(maps["input"], expected["input"])
+
+
+def meddling_with(action: Callable[[], None]) -> nn.Module:
+    """A network that runs `action` in the middle of its backward pass."""
+
+    class Meddler(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            with torch.enable_grad():
+                action()
+            return grad
+
+    return randomised(
+        Net(lambda m, x: m.fc(Meddler.apply(torch.relu(m.hid(x)))), hid=nn.Linear(5, 6), fc=nn.Linear(6, 3))
+    )
+
+
+@pytest.mark.filterwarnings("ignore::fasterisnet.errors.RuleWarning")
+def test_rules_are_active_in_their_own_graph_only() -> None:
+    """While one network is in its relevance pass, another takes an ordinary step and is explained."""
     model, images = residual(), pictures()
-    with torch.no_grad():
-        logits = model(images)
 
-    def forward() -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {"logits": model(images)}
+    def step() -> list[Tensor]:
+        grads = torch.autograd.grad(model(images).square().sum(), list(model.parameters()))
+        return [*grads, explain(model, images, 1, rule="zplus")]
 
-    def explanation() -> dict[str, Tensor]:
-        return explain(model, images, layers=["pool"])
-
-    assert_same_maps([forward, explanation])
-    assert torch.equal(forward()["logits"], logits)
+    alone, inside = step(), []
+    explain(meddling_with(lambda: inside.append(step())), pictures(2, 5), 1)
+    assert len(inside) == 1
+    assert all(torch.equal(a, b) for a, b in zip(alone, inside[0], strict=True))
 
 
 def test_training_through_maps_in_two_threads() -> None:

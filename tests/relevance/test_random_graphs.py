@@ -8,12 +8,18 @@ from functools import partial
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fasterisnet
 from relevance.reference import (
+    Act,
     Add,
     Cat,
     Lin,
     MaxPool,
     Move,
+    Mul,
     Norm,
     Offset,
     Oracle,
@@ -24,15 +30,17 @@ from relevance.reference import (
     one_hot,
     randomise,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import fasterisnet
 
 SIZE = 6
 SHARED, SHARED_IN_PLACE = nn.ReLU(), nn.ReLU(inplace=True)
 RELUS = [nn.ReLU(), SHARED, F.relu, torch.relu, lambda t: t.relu(), lambda t: t.clamp(min=0)]
-RELUS_IN_PLACE = [nn.ReLU(inplace=True), SHARED_IN_PLACE, partial(F.relu, inplace=True), torch.relu_, lambda t: t.relu_()]
+RELUS_IN_PLACE = [
+    nn.ReLU(inplace=True),
+    SHARED_IN_PLACE,
+    partial(F.relu, inplace=True),
+    torch.relu_,
+    lambda t: t.relu_(),
+]
 
 
 def iadd(a: Tensor, b: Tensor) -> Tensor:
@@ -49,6 +57,7 @@ class Draft:
     """A program being written. Names of one tensor (in-place steps make those) share what is known of it.
 
     kept: autograd needs the value, so it must not be overwritten. pooled: the value comes out of an average pool.
+    gates: names that only multiply one signal.
     """
 
     steps: list[tuple[Step, tuple[int, ...]]] = field(default_factory=list)
@@ -57,6 +66,7 @@ class Draft:
     tensors: list[int] = field(default_factory=lambda: [0])
     kept: dict[int, bool] = field(default_factory=lambda: {0: True})
     pooled: dict[int, bool] = field(default_factory=lambda: {0: False})
+    gates: set[int] = field(default_factory=set)
 
     def add(
         self, step: Step, *inputs: int, channels: int | None = None, size: int | None = None,
@@ -81,13 +91,15 @@ class Draft:
         return [
             i
             for i in range(1, len(self.channels))
-            if i != name and (self.channels[i], self.sizes[i]) == (self.channels[name], self.sizes[name])
+            if i != name
+            and i not in self.gates
+            and (self.channels[i], self.sizes[i]) == (self.channels[name], self.sizes[name])
         ]
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """A stem, up to ten random steps, and a head that reads the last value and one more."""
+def programs(draw: st.DrawFn, smooth: bool = False) -> Program:
+    """A stem, up to ten random steps, and a head. `smooth`: other activations, products and gates too."""
     draft = Draft()
 
     def pick(items: list) -> object:
@@ -118,7 +130,7 @@ def programs(draw: st.DrawFn) -> Program:
         return draft.add(Norm(module), name)
 
     def concat(name: int) -> int:
-        others = [i for i in range(1, len(draft.sizes)) if draft.sizes[i] == draft.sizes[name]]
+        others = [i for i in range(1, len(draft.sizes)) if draft.sizes[i] == draft.sizes[name] and i not in draft.gates]
         other = pick(others)
         total = draft.channels[name] + draft.channels[other]
         return draft.add(Cat(), name, other, channels=total, keeps=False)
@@ -131,10 +143,27 @@ def programs(draw: st.DrawFn) -> Program:
             return draft.add(MaxPool(nn.MaxPool2d(3, stride, 1)), name, size=size)
         return draft.add(Lin(nn.AvgPool2d(3, stride, 1), weighted=False), name, size=size, pooled=True)
 
+    def act(name: int) -> int:
+        if draft.may_overwrite(name) and draw(st.booleans()):
+            return draft.add(Act(nn.SiLU(inplace=True), F.silu, in_place=True), name, keeps=False, kept=True)
+        return draft.add(Act(pick([F.silu, F.gelu, torch.tanh, F.elu, nn.LeakyReLU(0.1)])), name, kept=True)
+
+    def product(name: int) -> int:
+        other = pick([*draft.like(name), name])
+        if draw(st.booleans()):
+            return draft.add(Mul(), name, other)
+        gate = draft.add(Act(torch.sigmoid), other, keeps=False, kept=True)
+        draft.gates.add(gate)
+        return draft.add(Mul(gated=True), name, gate)
+
+    kinds = ["conv", "conv", "relu", "relu", "add", "norm", "concat", "pool", "offset"]
+    kinds += ["act", "act", "product", "roll"] if smooth else []
     relu(conv(0, pick([2, 3, 4])))
     for _ in range(draw(st.integers(2, 10))):
         name = draw(st.integers(max(1, len(draft.steps) - 3), len(draft.steps)))
-        kind = draw(st.sampled_from(["conv", "conv", "relu", "relu", "add", "norm", "concat", "pool", "offset"]))
+        kind = draw(st.sampled_from(kinds))
+        if name in draft.gates:
+            continue
         if kind == "conv":
             conv(name, pick([2, 3, 4]))
         elif kind == "relu":
@@ -149,6 +178,12 @@ def programs(draw: st.DrawFn) -> Program:
             pool(name)
         elif kind == "offset":
             draft.add(Offset(torch.zeros(draft.channels[name], 1, 1)), name, keeps=False)
+        elif kind == "act":
+            act(name)
+        elif kind == "product":
+            product(name)
+        elif kind == "roll":
+            draft.add(Move(lambda t: t.roll(1, 3)), name, keeps=False)
     last = len(draft.steps)
     last = draft.add(Lin(nn.AdaptiveAvgPool2d(2), weighted=False), last, size=2, pooled=True)
     last = draft.add(Move(nn.Flatten()), last)
@@ -173,6 +208,16 @@ def test_maps(program: Program, rule: str) -> None:
     agree(fasterisnet.explain(program, x, torch.tensor(classes), rule=rule, strict=True), wanted, 1e-10)
 
 
+@given(programs(smooth=True))
+@settings(max_examples=80)
+def test_maps_of_smooth_networks(program: Program) -> None:
+    x = images(3, 2, SIZE, SIZE, seed=6)
+    classes = [2, 0, 1]
+    with torch.no_grad():
+        wanted = Oracle(program, x, one_hot(classes, 3)).input
+    agree(fasterisnet.explain(program, x, torch.tensor(classes), strict=True), wanted, 1e-10)
+
+
 @given(programs(), st.sampled_from(["epsilon", "zplus"]))
 @settings(max_examples=60)
 def test_maps_with_a_box(program: Program, rule: str) -> None:
@@ -188,6 +233,16 @@ def test_maps_with_a_box(program: Program, rule: str) -> None:
 @given(programs(), st.sampled_from(["epsilon", "zplus"]), st.booleans())
 @settings(max_examples=60)
 def test_parameter_gradients(program: Program, rule: str, boxed: bool) -> None:
+    check_parameter_gradients(program, rule, boxed)
+
+
+@given(programs(smooth=True))
+@settings(max_examples=40)
+def test_parameter_gradients_of_smooth_networks(program: Program) -> None:
+    check_parameter_gradients(program, "epsilon", boxed=False)
+
+
+def check_parameter_gradients(program: Program, rule: str, boxed: bool) -> None:
     """A loss on the maps, differentiated through the engine and through the oracle."""
     x = images(3, 2, SIZE, SIZE, seed=3)
     bounds = torch.full((2, 1, 1), -1.0, dtype=torch.float64), torch.full((2, 1, 1), 1.0, dtype=torch.float64)
@@ -213,7 +268,7 @@ def test_the_generator_makes_what_it_promises() -> None:
     """Among the drawn networks there are skips, concatenations, in-place and re-used steps, and both modes."""
     seen: set[str] = set()
 
-    @given(programs())
+    @given(programs(smooth=True))
     @settings(max_examples=150)
     def look(program: Program) -> None:
         program(images(3, 2, SIZE, SIZE)).sum().backward()  # torch itself accepts the network
@@ -231,5 +286,5 @@ def test_the_generator_makes_what_it_promises() -> None:
     look()
     assert seen >= {
         "train", "eval", "re-used", "skip", "fused norm", "lone norm", "Relu", "Relu in place", "Add", "Add in place",
-        "Cat", "MaxPool", "Lin", "Norm", "Offset",
+        "Cat", "MaxPool", "Lin", "Norm", "Offset", "Act", "Act in place", "Mul", "Move",
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
@@ -36,13 +37,12 @@ EPSILON = 0.01
 def assert_explained_alike(
     trap: nn.Module, plain: nn.Module, images: Tensor, *, rule: str, tolerance: float = 1e-10, **options: Any
 ) -> Tensor:
-    """Same map, same gradients of a loss on it, for two networks with the same parameters."""
+    """Same map, trainable or not, and same gradients of a loss on it, for two networks with the same parameters."""
     results = []
     for model in (trap, plain):
-        assert torch.equal(
-            explain(model, images, 1, rule=rule, **options), explain(model, images, 1, rule=rule, **options)
-        )
+        untrained = explain(model, images, 1, rule=rule, **options)
         heatmap = explain(model, images, 1, rule=rule, create_graph=True, strict=True, **options)
+        torch.testing.assert_close(untrained, heatmap.detach())
         results.append((heatmap.detach(), parameter_gradients(model, heatmap.square().sum())))
     (first, first_grads), (second, second_grads) = results
     assert second.abs().max() > 0 and second.isfinite().all()
@@ -337,6 +337,163 @@ def test_every_spelling_of_a_sum(spelling: str, rule: str, body: str) -> None:
     add = in_place_sum if spelling == "+=" else SUMS[spelling]
     trap, plain = (residual_with(f, body, training=body == "bn") for f in (add, lambda a, b: a + b))
     assert_explained_alike(trap, plain, pictures(2, 3, 4, 4), rule=rule)
+
+
+MORE_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "stack, sum": lambda a, b: torch.stack([a, b]).sum(0),
+    "twice the mean": lambda a, b: 2 * torch.stack([a, b]).mean(0),
+    "reversed difference": lambda a, b: torch.rsub(-a, b),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("spelling", MORE_SUMS)
+def test_sums_that_do_not_look_like_one(spelling: str, rule: str) -> None:
+    """The stabiliser aside, which is added to another multiple of the sum."""
+    nets = [residual_with(f, "bn", training=False) for f in (MORE_SUMS[spelling], torch.add)]
+    assert_explained_alike(*nets, pictures(2, 3, 4, 4), rule=rule, epsilon=1e-9, tolerance=1e-6)
+
+
+CONSTANTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "1 - x": (lambda x: 1 - x, lambda x: (-x) + 1),
+    "rsub": (lambda x: torch.rsub(x, 1), lambda x: (-x) + 1),
+    "radd": (lambda x: 0.5 + x, lambda x: x + 0.5),
+    "tensor + x": (lambda x: torch.full((4, 1), 0.5).double() + x, lambda x: x + torch.full((4, 1), 0.5).double()),
+    "rmul": (lambda x: 3 * x, lambda x: x * 3),
+    "x / c": (lambda x: x / 4, lambda x: x * 0.25),
+    "tensor * x": (lambda x: torch.full((4, 1), -0.5).double() * x, lambda x: x * -0.5),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("spelling", CONSTANTS)
+def test_constants_on_either_side(spelling: str, rule: str) -> None:
+    for place in ("conv", "bn"):
+        (trap, images), (plain, _) = (behind(place, lambda t, f=f: torch.relu(f(t))) for f in CONSTANTS[spelling])
+        assert_explained_alike(trap, plain, images, rule=rule)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch.mul": torch.mul,
+    "Tensor.mul_": lambda a, b: a.mul_(b),
+    "reversed": lambda a, b: b * a,
+    "einsum": lambda a, b: torch.einsum("bchw,bchw->bchw", a, b),
+    "addcmul": lambda a, b: torch.addcmul(torch.zeros((), dtype=a.dtype), a, b),
+    "matmul": lambda a, b: (a.unsqueeze(-1).unsqueeze(-1) @ b.unsqueeze(-1).unsqueeze(-1))[..., 0, 0],
+}
+
+
+def product_net(product: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    parts = {"conv": nn.Conv2d(3, 5, 3, padding=1), "other": nn.Conv2d(3, 5, 1), "fc": nn.Linear(80, 3)}
+    return randomised(Net(lambda m, x: m.fc(product(m.conv(x), m.other(x)).flatten(1)), **parts))
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "gradient"])
+@pytest.mark.parametrize("spelling", PRODUCTS)
+def test_every_spelling_of_a_product(spelling: str, rule: str) -> None:
+    """Half of the relevance to each factor, or a warning that there is no rule; never twice as much in silence."""
+    images = pictures(2, 3, 4, 4)
+    trap, plain = product_net(PRODUCTS[spelling]), product_net(lambda a, b: a * b)
+    heatmaps: list[Tensor] = []
+    messages = warned(lambda: heatmaps.append(explain(trap, images, 1, rule=rule)))
+    if messages:
+        assert spelling == "addcmul" and "'addcmul'" in messages[0]
+    else:
+        torch.testing.assert_close(heatmaps[0], explain(plain, images, 1, rule=rule), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("spelling", [torch.square, lambda t: t**2, lambda t: t.pow(2), lambda t: t.square_()])
+def test_a_square_is_a_product(spelling: Callable[[Tensor], Tensor]) -> None:
+    """Its relevance is that of the product: all of it, once."""
+    (trap, images), (plain, _) = behind("bn", spelling), behind("bn", lambda t: t * t)
+    for rule in RULES:
+        assert_explained_alike(trap, plain, images, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("weights", ["bi,oi->bo", "oi,bi->bo"])
+def test_einsum_with_a_weight_is_linear(weights: str, rule: str) -> None:
+    def by_einsum(m: Any, x: Tensor) -> Tensor:
+        pair = (x, m.hidden.weight) if weights.startswith("b") else (m.hidden.weight, x)
+        return m.fc(torch.relu(torch.einsum(weights, *pair)))
+
+    def by_linear(m: Any, x: Tensor) -> Tensor:
+        return m.fc(torch.relu(m.hidden(x)))
+
+    nets = [randomised(Net(f, hidden=nn.Linear(5, 6, bias=False), fc=nn.Linear(6, 3))) for f in (by_einsum, by_linear)]
+    assert_explained_alike(*nets, pictures(2, 5), rule=rule)
+
+
+MEANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda t: t.mean((2, 3)),
+    "mean twice": lambda t: t.mean(3).mean(2),
+    "adaptive": lambda t: F.adaptive_avg_pool2d(t, 1).flatten(1),
+    "sum": lambda t: t.sum((2, 3)) / 16,
+    "flat": lambda t: t.flatten(2).mean(-1),
+}
+
+
+# In two steps it is another network to z+, which cuts off negative values in between.
+POOLINGS = [
+    (s, rule, signed)
+    for s in MEANS
+    for rule in RULES
+    for signed in (False, True)
+    if not (s == "mean twice" and rule == "zplus" and signed)
+]
+
+
+@pytest.mark.parametrize(("spelling", "rule", "signed"), POOLINGS)
+def test_every_spelling_of_global_pooling(spelling: str, rule: str, signed: bool) -> None:
+    """The stabiliser aside, as above."""
+
+    def net(pool: Callable[[Tensor], Tensor]) -> nn.Module:
+        def forward(m: Any, x: Tensor) -> Tensor:
+            x = m.conv(x)
+            return m.fc(pool(x if signed else torch.relu(x)))
+
+        return randomised(Net(forward, conv=nn.Conv2d(3, 5, 3, padding=1), fc=nn.Linear(5, 3)))
+
+    trap, plain = net(MEANS[spelling]), net(lambda t: F.avg_pool2d(t, 4).flatten(1))
+    assert_explained_alike(trap, plain, pictures(2, 3, 4, 4), rule=rule, epsilon=1e-9, tolerance=1e-6)
+
+
+# --- normalisation and activations written out ---------------------------------------------------------------------
+
+
+def layer_norm_by_hand(x: Tensor) -> Tensor:
+    mean = x.mean(1, keepdim=True)
+    variance = (x - mean).pow(2).mean(1, keepdim=True)
+    return (x - mean) / torch.sqrt(variance + 1e-5)
+
+
+def layer_norm_by_rsqrt(x: Tensor) -> Tensor:
+    return (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, correction=0, keepdim=True) + 1e-5)
+
+
+def rms_norm_by_hand(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)
+
+
+WRITTEN_OUT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "layer norm": (layer_norm_by_hand, lambda t: F.layer_norm(t, [80])),
+    "layer norm, rsqrt": (layer_norm_by_rsqrt, lambda t: F.layer_norm(t, [80])),
+    "RMS norm": (rms_norm_by_hand, lambda t: F.rms_norm(t, [80], eps=1e-5)),
+    "normalize": (lambda t: t / t.norm(dim=1, keepdim=True), lambda t: F.normalize(t, dim=1)),
+    "swish": (lambda t: t * t.sigmoid(), F.silu),
+    "GLU": (lambda t: (t[:, :40] * t[:, 40:].sigmoid()).repeat(1, 2), lambda t: F.glu(t, 1).repeat(1, 2)),
+    "softmax": (lambda t: t * F.softmax(t, 1), lambda t: t * nn.Softmax(1)(t)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_written_out(name: str) -> None:
+    """Epsilon treats what people write out by hand like the function torch has for it."""
+    nets = [
+        randomised(Net(lambda m, x, f=f: m.fc(f(m.hidden(x))), hidden=nn.Linear(5, 80), fc=nn.Linear(80, 3)))
+        for f in WRITTEN_OUT[name]
+    ]
+    assert_explained_alike(*nets, pictures(2, 5), rule="epsilon", epsilon=1e-9, tolerance=1e-6)
 
 
 def test_in_place_sum_under_zplus_by_hand() -> None:
@@ -768,6 +925,23 @@ def test_channels_last(rule: str, training: bool, box: Any) -> None:
             torch.testing.assert_close(second[name], first[name], rtol=1e-9, atol=1e-10 * scale + 1e-12)
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "transposed": lambda x: x.transpose(2, 3),
+    "sliced": lambda x: x.repeat(2, 2, 2, 2)[::2, :3, ::2, :6],
+    "one channel last": lambda x: x[:, :1].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).expand(-1, 3, -1, -1),
+}
+
+
+@pytest.mark.parametrize("box", [None, BOX], ids=["plain", "box"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_that_are_not_contiguous(layout: str, rule: str, box: Any) -> None:
+    model, images = residual(), LAYOUTS[layout](pictures(4, 3, 6, 6))
+    expected = explain(model, images.contiguous(), 1, rule=rule, box=box)
+    torch.testing.assert_close(explain(model, images, 1, rule=rule, box=box), expected, rtol=1e-12, atol=1e-14)
+
+
 def distance(first: Tensor, second: Tensor) -> float:
     first, second = first.detach().double(), second.detach().double()
     return float((first - second).norm() / second.norm())
@@ -800,6 +974,25 @@ def test_autocast(rule: str, box: Any, training: bool) -> None:
     grads = parameter_gradients(model, loss)
     assert all(grad.isfinite().all() for grad in grads.values())
     assert grads["conv1.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["transformer", "gate", "linear 3-D", "layer norm", "product"])
+def test_autocast_elsewhere(kind: str, rule: str) -> None:
+    if kind == "transformer":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, activation="gelu")
+        model, images = attention_net(lambda m, x: m.fc(m.layer(m.embed(x)).mean(1)), layer=layer), pictures(2, 4, 5)
+    elif kind == "gate":
+        model, images = squeeze_excite(gate_by_operator), pictures(2, 3, 4, 4)
+    else:
+        model, images = behind(kind, lambda t: t.relu_())
+    exact = explain(model, images, 1, rule=rule)
+    with torch.autocast("cpu", torch.bfloat16):
+        heatmap = explain(model.float(), images.float(), 1, rule=rule, create_graph=True)
+    assert heatmap.dtype == torch.float32
+    assert distance(heatmap, exact) < 0.1
+    grads = parameter_gradients(model, heatmap.square().sum())
+    assert all(grad.isfinite().all() for grad in grads.values())
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -996,9 +1189,10 @@ def test_an_operation_without_a_rule_is_named_once(stranger: str, rule: str) -> 
     messages = warned(lambda: explain(model, images, AllLogits(), rule=rule))
     ours = [m for m in messages if name in m]
     assert len(ours) == 1
-    assert "'block.inner'" in ours[0]
+    where = "used in module '(the model itself)'" if stranger == "custom Function" else "in module 'block.inner'"
+    assert where in ours[0]
     assert len(messages) == 1 or stranger == "fft"
-    with pytest.raises(RuleError, match=rf"({name}|view_as_real).*'block\.inner'"):
+    with pytest.raises(RuleError, match=f"({name}|view_as_real).*{re.escape(where)}"):
         explain(model, images, rule=rule, strict=True)
 
 
@@ -1147,6 +1341,50 @@ def test_relevance_in_front_of_an_in_place_relu(layer: str, rule: str, training:
     for first, second in zip(*results, strict=True):
         for name in first:
             torch.testing.assert_close(first[name], second[name], rtol=1e-10, atol=1e-12)
+
+
+def test_two_names_for_one_tensor() -> None:
+    """A module that returns its input, in front of an in-place ReLU: both layers keep the value they had."""
+    results = []
+    for in_place in (True, False):
+        parts = {"conv": nn.Conv2d(3, 5, 3, padding=1), "same": nn.Identity(), "relu": nn.ReLU(in_place)}
+        net = Net(lambda m, x: m.fc(m.relu(m.same(m.conv(x))).flatten(1)), **parts, fc=nn.Linear(80, 3))
+        results.append(explain(randomised(net), pictures(2, 3, 4, 4), 1, layers=["conv", "same", "relu"]))
+    for name in ("input", "conv", "same", "relu"):
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-12, atol=1e-14)
+    assert torch.equal(results[0]["conv"], results[0]["same"])
+
+
+OVERWRITTEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "sum": (in_place_sum, torch.add),
+    "product": (lambda a, b: a.mul_(b), torch.mul),
+    "scale": (lambda a, b: a.mul_(2.0) + b, lambda a, b: a * 2.0 + b),
+    "channel": (lambda a, b: zeroed(a) + b, lambda a, b: torch.cat([torch.zeros_like(a[:, :1]), a[:, 1:]], 1) + b),
+    "activation": (lambda a, b: F.silu(a, inplace=True) + b, lambda a, b: F.silu(a) + b),
+    "view": (lambda a, b: a.view(2, -1).relu_().view_as(a) + b, lambda a, b: a.view(2, -1).relu().view_as(a) + b),
+}
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "gradient"])
+@pytest.mark.parametrize("step", OVERWRITTEN)
+def test_relevance_at_a_layer_that_is_overwritten(step: str, rule: str) -> None:
+    results = []
+    for change in OVERWRITTEN[step]:
+        net = Net(
+            lambda m, x, f=change: m.fc(f(m.bn(m.conv(x)), m.other(x)).flatten(1)),
+            conv=nn.Conv2d(3, 5, 3, padding=1), bn=nn.BatchNorm2d(5), other=nn.Conv2d(3, 5, 1), fc=nn.Linear(80, 3),
+        )  # fmt: skip
+        results.append(explain(randomised(net).eval(), pictures(2, 3, 4, 4), 1, rule=rule, layers=["bn", "other"]))
+    for name in results[0]:
+        assert results[1][name].abs().max() > 0
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-11, atol=1e-13)
+
+
+def test_the_model_itself_as_a_layer() -> None:
+    model, images = residual(), pictures()
+    maps = explain(model, images, Joint(), layers=["", "fc"])
+    torch.testing.assert_close(maps[""], model(images).detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(maps["fc"], maps[""])
 
 
 @pytest.mark.parametrize("rule", RULES)

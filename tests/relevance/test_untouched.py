@@ -148,6 +148,24 @@ def test_ordinary_gradients_are_the_same_before_and_after(rule: str, create_grap
     assert_same_values(before, after)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_graph_made_before_can_still_be_used(rule: str) -> None:
+    """Train mode: monitor with an explanation between the forward pass, or a trainable map, and its backward pass."""
+    model, images = build(True), pictures()
+    gradients = []
+    for monitored in (False, True):
+        torch.manual_seed(5)
+        loss = F.cross_entropy(model(images), LABELS)
+        loss = loss + explain(model, images, 1, create_graph=True).square().sum()
+        if monitored:
+            explain(model, images, rule=rule, box=BOX)
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad(set_to_none=True)
+    assert len(gradients[0]) == len(dict(model.named_parameters()))
+    assert_same_values(*gradients)
+
+
 def test_training_through_the_maps_adds_to_nothing_but_grad() -> None:
     model, images = build(True), pictures()
     was = anatomy(model)

@@ -34,7 +34,7 @@ ORDINARY = frozenset(
     """
     max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d amax amin max min maximum minimum fmax fmin
-    softmax log_softmax neg negative einsum col2im grid_sampler upsample_bicubic2d
+    softmax log_softmax neg negative col2im grid_sampler upsample_bicubic2d
     """.split()
 )
 
@@ -45,7 +45,7 @@ WHOLE = frozenset({"softsign", "tanhshrink"})
 GATES = frozenset({"softmax", "sigmoid", "hardsigmoid"})
 
 # Operations with an ordinary derivative that may turn non-negative numbers into negative ones.
-SIGNED = frozenset({"neg", "negative", "log_softmax", "einsum", "grid_sampler", "upsample_bicubic2d"})
+SIGNED = frozenset({"neg", "negative", "log_softmax", "grid_sampler", "upsample_bicubic2d"})
 
 _ALIASES = {
     "iadd": "add", "radd": "add", "isub": "sub", "subtract": "sub", "imul": "mul", "rmul": "mul", "multiply": "mul",

@@ -176,6 +176,13 @@ def _sum(trace: Trace, name: str, a: Any, b: Any, alpha: float, facts: dict[str,
     return trace.rewire(operation, a + b, origin=operation, **facts)
 
 
+@handles("rsub")
+def reversed_difference(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = bind("input other", args, {k: v for k, v in kwargs.items() if k in ("input", "other")})
+    with trace:
+        return a * -kwargs.get("alpha", 1) + b
+
+
 @handles("mul", "square", "pow")
 def mul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = bind("input other", args, {("other" if k == "exponent" else k): v for k, v in kwargs.items()})

@@ -215,9 +215,9 @@ class Trace(TorchFunctionMode):
         if tag is PASSIVE or (tag is None and t.grad_fn is None):
             return None
         if tag is None:
-            name = t.grad_fn.name()  # type: ignore[union-attr] - made out of sight, e.g. by a custom Function
+            name = t.grad_fn.name()  # type: ignore[union-attr]
             self.note(name, "no rule")
-            t.register_hook(reporter(self.state, self.unruled, name, self.module_name()))
+            t.register_hook(reporter(self.state, self.unruled, name, self.module_name(), out_of_sight=True))
             return self.mark(t)
         if tag.version != t._version:
             return self.mark(t)

@@ -94,9 +94,8 @@ def observing(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, before in saved:
-                    buffer.copy_(before)
+            for buffer, before in saved:
+                buffer.data.copy_(before)  # .data: graphs that wait for their backward do not take it for a change
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

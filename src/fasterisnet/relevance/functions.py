@@ -91,11 +91,13 @@ class Assign(Function):
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(x)
+        ctx.is_view = x._is_view()
         return x.copy_(y)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, G
+        # The history of a view's base takes "no gradient" for "the same gradient", so it has to be told zero.
+        return torch.zeros_like(G) if ctx.is_view and G is not None else None, G
 
 
 class ConvolutionSettings(NamedTuple):

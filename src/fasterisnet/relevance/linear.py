@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fasterisnet.relevance.catalogue import HANDLERS, bind, handles
 from fasterisnet.relevance.elementwise import product_of_activations, units_with
 from fasterisnet.relevance.functions import ConvolutionSettings
-from fasterisnet.relevance.operations import Convolution, Linear, Norm, Product
+from fasterisnet.relevance.operations import Contraction, Convolution, Linear, Norm, Product
 
 if TYPE_CHECKING:
     from fasterisnet.relevance.engine import Trace
@@ -129,6 +129,20 @@ def matmul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs
         operation = Product(trace.state, name, b if left else a, a if left else b, left)
         return _linear(trace, name, operation)
     return product_of_activations(trace, "matmul", torch.matmul, a, b, half_always=True)
+
+
+@handles("einsum")
+def einsum(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+    equation, *operands = args
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    active = [t for t in operands if trace.tag(t) is not None]
+    if not active or len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
+        return trace.ordinary(name, func, args, kwargs)
+    if len(active) == 2:
+        return product_of_activations(trace, name, lambda a, b: torch.einsum(equation, a, b), *operands)
+    left = active[0] is operands[1]
+    x, weight = operands[::-1] if left else operands
+    return _linear(trace, name, Contraction(trace.state, name, x, weight, equation.replace(" ", ""), left))
 
 
 @handles("scaled_dot_product_attention")

@@ -183,6 +183,32 @@ class Product(Linear):
         return out.sum_to_size(self.x.shape)
 
 
+class Contraction(Linear):
+    """`einsum(equation, x, W)` or, with `left`, `einsum(equation, W, x)`."""
+
+    def __init__(self, state: State, name: str, x: Tensor, weight: Tensor, equation: str, left: bool) -> None:
+        super().__init__(state, name, x, weight, None)
+        inputs, self.out = equation.split("->")
+        first, second = inputs.split(",")
+        self.indices, self.weight_indices = (second, first) if left else (first, second)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.einsum(f"{self.indices},{self.weight_indices}->{self.out}", x, weight.to(x.dtype))
+
+    def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
+        if any(i not in self.out + self.weight_indices for i in self.indices):
+            G, out = self._with_summed_indices(G)
+        else:
+            out = self.out
+        return torch.einsum(f"{out},{self.weight_indices}->{self.indices}", G, weight.to(G.dtype))
+
+    def _with_summed_indices(self, G: Tensor) -> tuple[Tensor, str]:
+        """G repeated along the indices that only x has, which the contraction sums over."""
+        lost = [i for i in self.indices if i not in self.out + self.weight_indices]
+        sizes = [self.x.shape[self.indices.index(i)] for i in lost]
+        return G.reshape(*G.shape, *[1] * len(lost)).expand(*G.shape, *sizes), self.out + "".join(lost)
+
+
 class Norm(Operation):
     """A normalisation, seen as `y = scale * x + shift` with its statistics constant.
 

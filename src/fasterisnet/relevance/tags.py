@@ -64,9 +64,10 @@ class Unruled:
     strict: bool
     warned: set[tuple[str, str]] = field(default_factory=set)
 
-    def report(self, name: str, module: str) -> None:
+    def report(self, name: str, module: str, *, out_of_sight: bool = False) -> None:
+        """Warns once, or raises. `out_of_sight`: a custom Function, noticed only where its result is used."""
         message = (
-            f"Operation '{name}' in module '{module or '(the model itself)'}' has no relevance rule: "
+            f"Operation '{name}' {'used ' if out_of_sight else ''}in module '{module or '(the model itself)'}' has no relevance rule: "
             "its ordinary derivative was used. fasterisnet.check(model, images) shows what that does to the maps."
         )
         if self.strict:
@@ -76,11 +77,13 @@ class Unruled:
             warnings.warn(message, RuleWarning, stacklevel=2)
 
 
-def reporter(state: State, unruled: Unruled, name: str, module: str) -> Callable[[Tensor], None]:
+def reporter(
+    state: State, unruled: Unruled, name: str, module: str, *, out_of_sight: bool = False
+) -> Callable[[Tensor], None]:
     """A tensor hook that reports when relevance, not an ordinary gradient, passes."""
 
     def hook(grad: Tensor | None) -> None:
         if grad is not None and state.table is not None and state.table.name != "gradient":
-            unruled.report(name, module)
+            unruled.report(name, module, out_of_sight=out_of_sight)
 
     return hook
