@@ -179,6 +179,41 @@ def _best_agreement(weights: Sequence[Tensor], directions: Sequence[Tensor], exp
     return best
 
 
+def first_bad_layer(model: nn.Module, images: Tensor, table: rules.RuleTable) -> str:
+    """The module where values stop being finite: in the forward pass, or else on relevance's way back from the head."""
+    order: list[str] = []
+    bad: list[str] = []
+    runs: dict[str, int] = {}
+
+    def hook(name: str) -> Any:
+        def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            runs[name] = runs.get(name, 0) + 1
+            if isinstance(output, Tensor) and output.requires_grad:
+                order.append(name)
+                if not bool(torch.isfinite(output).all()):
+                    bad.append(name)
+
+        return record
+
+    leaves = [(name, m) for name, m in model.named_modules() if name and not any(True for _ in m.children())]
+    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
+    try:
+        with observing(model):
+            Trace(model, images, [table]).close()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if bad:
+        return bad[0]
+    once = [name for name in order if runs[name] == 1]
+    with observing(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuleWarning)
+        trace = Trace(model, images, [rules.table("epsilon", table.epsilon)], layers=once)
+        with trace.open():
+            maps = trace.relevance(rules.table("epsilon", table.epsilon), trace.logits.sum(1))
+    return next((name for name in reversed(once) if not bool(torch.isfinite(maps[name]).all())), "input")
+
+
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

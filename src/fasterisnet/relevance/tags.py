@@ -66,9 +66,10 @@ class Unruled:
 
     def report(self, name: str, module: str, *, out_of_sight: bool = False) -> None:
         """Warns once, or raises. `out_of_sight`: a custom Function, noticed only where its result is used."""
+        place = f"{'used ' if out_of_sight else ''}in module '{module or '(the model itself)'}'"
         message = (
-            f"Operation '{name}' {'used ' if out_of_sight else ''}in module '{module or '(the model itself)'}' has no relevance rule: "
-            "its ordinary derivative was used. fasterisnet.check(model, images) shows what that does to the maps."
+            f"Operation '{name}' {place} has no relevance rule: its ordinary derivative was used. "
+            "fasterisnet.check(model, images) shows what that does to the maps."
         )
         if self.strict:
             raise RuleError(message)

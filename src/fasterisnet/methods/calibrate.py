@@ -1,0 +1,76 @@
+"""C1 and C2 for a method: how much relevance a plain classifier of the same architecture has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fasterisnet.errors import InputError
+from fasterisnet.losses import Ranges, RunningMoments
+from fasterisnet.methods.base import Standard, Step
+from fasterisnet.methods.isnet import ISNet
+
+Progress = Callable[[int, int, float], None]
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimiser of the paper."""
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def calibrate(
+    method: ISNet,
+    model: nn.Module,
+    loader: Iterable[Any],
+    epochs: int = 4,
+    *,
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
+    clip: float | None = 1.0,
+    progress: Progress | None = None,
+) -> Ranges:
+    """Trains a copy of the model plainly for `epochs`, then measures `sum |R|` of every sample during one more.
+
+    loader: batches (images, labels, ...), gone through `epochs + 1` times. progress(epoch, step, loss) is called after
+    every step. In a distributed run every process trains on its own batches and what they measured is merged exactly.
+    The model and the method are left as they are; give the result to the method as `ranges`.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    model, method = copy.deepcopy(model).train(), copy.deepcopy(method)
+    spread = distributed.is_available() and distributed.is_initialized()
+    step = Step(model, Standard())
+    trained = DistributedDataParallel(step) if spread else step
+    steps = optimizer(model.parameters())
+    moments: dict[str, RunningMoments] = {}
+    for epoch in range(epochs + 1):
+        count = 0
+        for count, (images, labels, *_) in enumerate(loader, start=1):
+            images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
+            if epoch == epochs:
+                for depth, totals in method.measure(model, images).items():
+                    moments.setdefault(depth, RunningMoments()).update(totals)
+            loss = trained(images, labels).total
+            steps.zero_grad()
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            steps.step()
+            if progress is not None:
+                progress(epoch, count, float(loss.detach()))
+        if count == 0:
+            raise InputError("The loader gave no batch; calibration needs the training data.")
+    return Ranges.from_moments(_merged(moments) if spread else moments)
+
+
+def _merged(moments: dict[str, RunningMoments]) -> dict[str, RunningMoments]:
+    everyone: list[dict[str, RunningMoments] | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, moments)
+    merged: dict[str, RunningMoments] = {}
+    for part in everyone:
+        for depth, measured in (part or {}).items():
+            merged.setdefault(depth, RunningMoments()).merge(measured)
+    return merged

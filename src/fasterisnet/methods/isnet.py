@@ -1,0 +1,358 @@
+"""The ISNet family: classifiers whose relevance in the background is punished while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fasterisnet.errors import InputError, NonFiniteError
+from fasterisnet.losses import Ranges, has_foreground, heatmap_loss, prepare_masks, resize_masks, total_relevance
+from fasterisnet.losses.calibration import Range
+from fasterisnet.losses.heatmap import Foreground
+from fasterisnet.methods.base import Masks, Parts, classification_loss, describe, gathered_masks, is_multi_label
+from fasterisnet.methods.depths import supervised_depths
+from fasterisnet.relevance import rules
+from fasterisnet.relevance.check import first_bad_layer
+from fasterisnet.relevance.engine import Trace
+from fasterisnet.relevance.explain import check_inputs, observing, relevance_maps
+from fasterisnet.relevance.targets import AllLogits, EtaOfLowest, Joint, Logit, Probability, Target
+
+Weight = float | Sequence[float] | Callable[[int], float]
+DEPTH_DECAY = 0.7
+PATIENCE = 10
+Terms = tuple[Tensor, Tensor, Tensor]
+
+
+def normalised_box(mean: Sequence[float], std: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The box that images of [0, 1] live in after `(x - mean)/std`: what zB has to know of the data."""
+    pairs = list(zip(mean, std, strict=True))
+    return [(0 - m) / s for m, s in pairs], [(1 - m) / s for m, s in pairs]
+
+
+def _depth_shares(losses: Tensor) -> Tensor:
+    """The weight of every depth's loss: GWRP over the losses, so that the worst depth counts most."""
+    ranked = DEPTH_DECAY ** torch.arange(len(losses), dtype=losses.dtype, device=losses.device)
+    return torch.empty_like(losses).scatter_(0, losses.argsort(descending=True), ranked / ranked.sum())
+
+
+class ISNet:
+    """`L = (1-P) L_C + P L_LRP`, with maps chosen by the variant.
+
+    heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP. background_weight,
+    foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first
+    layer (see `normalised_box`), None for no zB. ranges: C1 and C2, from `calibrate`, or one pair for all maps.
+    deep_supervision: False, True (depths found by themselves, see `depths`) or names of modules. generator: for
+    reproducible draws.
+    """
+
+    default_weight: ClassVar[float] = 0.9
+    rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
+    uses_box: ClassVar[bool] = True
+    multi_label: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        heatmap_weight: Weight | None = None,
+        decay: float = 0.9,
+        background_weight: float = 1.0,
+        foreground_weight: float = 1.0,
+        e: float = 1.0,
+        *,
+        epsilon: float = 0.01,
+        box: tuple[Any, Any] | None = (0.0, 1.0),
+        ranges: Ranges | tuple[float, float] | None = None,
+        deep_supervision: bool | Sequence[str] = False,
+        foreground: Foreground = "hybrid",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.heatmap_weight: Weight = self.default_weight if heatmap_weight is None else heatmap_weight
+        self.decay = decay
+        self.background_weight, self.foreground_weight = background_weight, foreground_weight
+        self.e = e
+        self.epsilon = epsilon
+        self.box = box if self.uses_box else None
+        self.ranges = ranges
+        self.deep_supervision = deep_supervision
+        self.foreground: Foreground = foreground
+        self.generator = generator
+        self.epoch = 0
+        self.skipped = self._skipped_in_a_row = 0
+        self._depths: list[str] | None = None
+        self._check()
+
+    def _check(self) -> None:
+        if not 0 <= self.weight <= 1:
+            raise InputError(f"heatmap_weight (P) is {self.weight}; it has to lie between 0 and 1.")
+        if not 0 <= self.decay <= 1:
+            raise InputError(f"decay (d) is {self.decay}; it has to lie between 0 and 1.")
+        for name in ("background_weight", "foreground_weight", "e"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")
+        if isinstance(self.deep_supervision, str):
+            raise InputError("deep_supervision takes True, False or a list of module names.")
+        rules.table(self.rules_used[0], self.epsilon)
+
+    # --- what a variant decides ------------------------------------------------------------------------------------
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        """The maps of this variant: (rule, what is explained)."""
+        raise NotImplementedError(f"{type(self).__name__} has to say which maps it wants.")
+
+    # --- the loss --------------------------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float:
+        """P in the current epoch."""
+        if callable(self.heatmap_weight):
+            return float(self.heatmap_weight(self.epoch))
+        if isinstance(self.heatmap_weight, Sequence):
+            return float(self.heatmap_weight[min(self.epoch, len(self.heatmap_weight) - 1)])
+        return float(self.heatmap_weight)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the schedule of P which epoch it is."""
+        self.epoch = epoch
+        self._check()
+
+    def depths(self, model: nn.Module, images: Tensor) -> list[str]:
+        """The modules whose output is supervised besides the network input."""
+        if self.deep_supervision is False:
+            return []
+        if self.deep_supervision is True:
+            if self._depths is None:
+                self._depths = supervised_depths(model, images)
+            return self._depths
+        return list(self.deep_supervision)
+
+    def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
+        """`(1-P) L_C + P L`, differentiable for every parameter. Samples without a mask count for L_C only."""
+        check_inputs(model, images)
+        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
+        include = has_foreground(mask)
+        with self._precision(images):
+            trace = self._trace(model, images)
+        with trace.open():
+            logits = trace.logits
+            self._check_labels(logits, labels)
+            classification = classification_loss(logits, labels)
+            background, foreground, heatmap = self._heatmap_terms(trace, mask, include, model)
+        total = (1 - self.weight) * classification + self.weight * heatmap
+        parts = Parts(
+            total, classification, background, foreground, heatmap, len(images),
+            without_mask=int((~include).sum()), logits=logits.detach(),
+        )  # fmt: skip
+        return self._skip(parts, model, images) if not bool(torch.isfinite(total.detach())) else self._count(parts)
+
+    def measure(self, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+        """`sum |R|` (sample, map) by depth: what `calibrate` collects. Leaves the model alone."""
+        check_inputs(model, images)
+        with observing(model):
+            with self._precision(images):
+                trace = self._trace(model, images)
+            with trace.open():
+                maps = self._maps(trace, create_graph=False)
+        return {depth: total_relevance(m) for depth, m in maps.items()}
+
+    def _trace(self, model: nn.Module, images: Tensor) -> Trace:
+        tables = [rules.table(name, self.epsilon) for name in self.rules_used]
+        return Trace(model, images, tables, box=self.box, layers=self.depths(model, images))
+
+    @staticmethod
+    def _precision(images: Tensor) -> AbstractContextManager[Any]:
+        """Half precision is too narrow for relevance: under float16 autocast the pass runs in float32; bf16 is kept."""
+        device = images.device.type
+        half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        return torch.autocast(device, enabled=False) if half else nullcontext()
+
+    def _maps(self, trace: Trace, *, create_graph: bool) -> dict[str, Tensor]:
+        """All maps by depth, (sample, map, channel, space...)."""
+        found: dict[str, list[Tensor]] = {}
+        for rule, target in self.targets(trace.logits):
+            maps = relevance_maps(trace, rules.table(rule, self.epsilon), target, create_graph=create_graph)
+            stacked = isinstance(target, AllLogits)
+            for depth, m in maps.items():
+                found.setdefault(depth, []).append(m if stacked else m.unsqueeze(1))
+        return {depth: torch.cat(maps, 1) for depth, maps in found.items()}
+
+    def _heatmap_terms(self, trace: Trace, mask: Tensor, include: Tensor, model: nn.Module) -> Terms:
+        """L1, L2 and `w1*L1 + w2*L2`, over all depths."""
+        if not bool(include.any()):
+            zero = trace.logits.sum() * 0
+            return zero, zero, zero
+        return self._terms_of(self._maps(trace, create_graph=True), mask, include)
+
+    def _terms_of(self, maps: dict[str, Tensor], mask: Tensor, include: Tensor, which: slice | None = None) -> Terms:
+        settings: dict[str, Any] = {
+            "decay": self.decay, "w1": self.background_weight, "w2": self.foreground_weight, "e": self.e,
+            "foreground": self.foreground,
+        }  # fmt: skip
+        losses = []
+        for depth, m in maps.items():
+            c1, c2 = self._range(depth, m.shape[1], which)
+            size = m.shape[3:]
+            small = mask if size == mask.shape[2:] else resize_masks(mask.amax(1, keepdim=True), size)
+            losses.append(heatmap_loss(m, small, c1, c2, include=include, **settings))
+        totals = torch.stack([loss.total for loss in losses])
+        shares = _depth_shares(totals.detach())
+        background = torch.stack([loss.background for loss in losses])
+        foreground = torch.stack([loss.foreground for loss in losses])
+        return (shares * background).sum(), (shares * foreground).sum(), (shares * totals).sum()
+
+    def _range(self, depth: str, maps: int, which: slice | None) -> tuple[Sequence[float], Sequence[float]]:
+        if self.ranges is None:
+            raise InputError(
+                f"{type(self).__name__} needs C1 and C2: ranges=fasterisnet.calibrate(method, model, loader), "
+                "or a pair ranges=(C1, C2)."
+            )
+        if not isinstance(self.ranges, Ranges):
+            c1, c2 = self.ranges
+            return [c1] * maps, [c2] * maps
+        found: Range | None = self.ranges.depths.get(depth)
+        if found is None:
+            raise InputError(f"The calibration has no C1 and C2 for depth '{depth}'; calibrate again for these depths.")
+        c1, c2 = found.c1, found.c2
+        if len(c1) == 1:
+            return [*c1] * maps, [*c2] * maps
+        c1, c2 = (c1[which], c2[which]) if which is not None else (c1, c2)
+        if len(c1) != maps:
+            raise InputError(f"The calibration has {len(c1)} maps at depth '{depth}', the model has {maps}.")
+        return c1, c2
+
+    def _check_labels(self, logits: Tensor, labels: Tensor) -> None:
+        if not self.multi_label and is_multi_label(logits, labels):
+            raise InputError(
+                f"{type(self).__name__} explains softmax probabilities, which multi-label tasks do not have; "
+                "use Stochastic, Dual or Original."
+            )
+
+    # --- relevance that is not finite ------------------------------------------------------------------------------
+
+    def _count(self, parts: Parts) -> Parts:
+        self._skipped_in_a_row = 0
+        return parts
+
+    def _skip(self, parts: Parts, model: nn.Module, images: Tensor) -> Parts:
+        """A step whose relevance is not finite has no gradient worth taking; many in a row end the run."""
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= PATIENCE:
+            layer = first_bad_layer(model, images, rules.table(self.rules_used[0], self.epsilon))
+            raise NonFiniteError(
+                f"Relevance was not finite in {self._skipped_in_a_row} steps in a row; first bad layer: '{layer}'. "
+                "Lower the learning rate, clip gradients (norm 1), or calibrate C1 and C2 again."
+            )
+        zeros = [p.sum() * 0 for p in model.parameters() if p.requires_grad]
+        parts.total = torch.stack(zeros).nan_to_num().sum() if zeros else parts.total.detach() * 0
+        parts.skipped = True
+        return parts
+
+    def __repr__(self) -> str:
+        return describe(
+            self, heatmap_weight=self.heatmap_weight, decay=self.decay, background_weight=self.background_weight,
+            foreground_weight=self.foreground_weight, box=self.box, deep_supervision=self.deep_supervision,
+        )  # fmt: skip
+
+
+class Original(ISNet):
+    """One LRP-epsilon map for every class.
+
+    maps_at_once: how many maps are in memory together with what their gradients need. Fewer take less memory and, as
+    every group goes back through the network on its own, more time; None is all. With fewer, `parts.background` and
+    `parts.foreground` are numbers to log; `parts.heatmap` and `parts.total` carry the gradient.
+    """
+
+    def __init__(self, *args: Any, maps_at_once: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if maps_at_once is not None and maps_at_once < 1:
+            raise InputError(f"maps_at_once is {maps_at_once}; it has to be at least 1, or None for all.")
+        self.maps_at_once = maps_at_once
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [(self.rules_used[0], AllLogits())]
+
+    def _heatmap_terms(self, trace: Trace, mask: Tensor, include: Tensor, model: nn.Module) -> Terms:
+        count = trace.logits.shape[1]
+        group = self.maps_at_once or count
+        if group >= count or not bool(include.any()):
+            return super()._heatmap_terms(trace, mask, include, model)
+        if trace.captures:
+            raise InputError("maps_at_once does not go with deep supervision, which compares the depths over all maps.")
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        table = rules.table(self.rules_used[0], self.epsilon)
+        terms = []
+        for start in range(0, count, group):
+            classes = range(start, min(start + group, count))
+            maps = [relevance_maps(trace, table, Logit(c), create_graph=True)["input"] for c in classes]
+            parts = self._terms_of({"input": torch.stack(maps, 1)}, mask, include, slice(start, classes.stop))
+            background, foreground, heatmap = (len(classes) / count * term for term in parts)
+            terms.append(torch.stack([background.detach(), foreground.detach(), _settled(heatmap, parameters)]))
+            del maps, parts, heatmap
+        background, foreground, heatmap = torch.stack(terms).sum(0)
+        return background, foreground, heatmap
+
+
+def _settled(term: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """The same number with the same gradient, which is computed at once so that the graph behind it can go."""
+    gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
+    pairs = [(p, g.detach()) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+    surrogate = sum(((p * g).sum() for p, g in pairs), start=term.new_zeros(()))
+    return term.detach() + (surrogate - surrogate.detach())
+
+
+class Dual(ISNet):
+    """Two joint maps over one forward pass, z+ and epsilon: cost independent of the number of classes."""
+
+    default_weight: ClassVar[float] = 0.95
+    rules_used: ClassVar[tuple[str, ...]] = ("zplus", "epsilon")
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [(rule, Joint()) for rule in self.rules_used]
+
+
+class Selective(ISNet):
+    """One map a sample: eta, the bounded log odds, of its least likely class."""
+
+    multi_label: ClassVar[bool] = False
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [("epsilon", EtaOfLowest())]
+
+
+class Stochastic(ISNet):
+    """One map a sample: its highest logit with probability 1/2, each of the others with 1/(2(C-1))."""
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [("epsilon", Logit(self.draw(logits)))]
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The class explained for each sample."""
+        highest = logits.detach().argmax(1)
+        count = logits.shape[1]
+        if count == 1:
+            return highest
+        device = "cpu" if self.generator is None else self.generator.device
+        chance = torch.rand(len(logits), generator=self.generator, device=device).to(logits.device)
+        other = torch.randint(1, count, (len(logits),), generator=self.generator, device=device).to(logits.device)
+        return torch.where(chance < 0.5, highest, (highest + other) % count)
+
+
+class GradInput(Original):
+    """Ablation: Gradient*Input of every logit instead of LRP."""
+
+    rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
+    uses_box: ClassVar[bool] = False
+
+
+class SoftmaxGradInput(ISNet):
+    """Ablation: Gradient*Input of the highest softmax probability."""
+
+    rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
+    uses_box: ClassVar[bool] = False
+    multi_label: ClassVar[bool] = False
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [("gradient", Probability(logits.detach().argmax(1)))]
