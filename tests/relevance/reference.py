@@ -262,11 +262,11 @@ class Act(Step):
 
 
 class MaxPool(Step):
-    """The winner takes all; overlapping windows add up. `stabiliser` divides by y + stabiliser, as the Block does."""
+    """The winner takes all; overlapping windows add up."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], stabiliser: float = 0.0) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.function, self.stabiliser = function, stabiliser
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
@@ -279,8 +279,7 @@ class MaxPool(Step):
         return (G.flatten() @ jacobian.view(G.numel(), x.numel())).view_as(x)
 
     def zplus(self, xs: list[Tensor], y: Tensor, R: Tensor, eps: float) -> list[Tensor]:
-        share = R / (y + self.stabiliser) * y if self.stabiliser else R
-        return self.epsilon(xs, y, share, eps)
+        return self.epsilon(xs, y, R, eps)
 
 
 class Add(Step):

@@ -24,6 +24,21 @@ from fasterisnet.relevance.targets import (
     Lowest,
     Probability,
 )
+from relevance.cases import (
+    ACTIVATIONS,
+    IN_PLACE,
+    LINEAR,
+    MEANS,
+    OTHER_NORMS,
+    POOLS,
+    SIZE,
+    Attention,
+    Excited,
+    StandardisedConv,
+    iadd,
+    residual,
+    sandwich,
+)
 from relevance.reference import (
     EPSILON,
     Act,
@@ -44,21 +59,6 @@ from relevance.reference import (
     one_hot,
     plain_gradient,
     randomise,
-)
-from relevance.test_oracle import (
-    ACTIVATIONS,
-    IN_PLACE,
-    LINEAR,
-    MEANS,
-    OTHER_NORMS,
-    POOLS,
-    SIZE,
-    Attention,
-    Excited,
-    StandardisedConv,
-    iadd,
-    residual,
-    sandwich,
 )
 
 CLASSES = torch.tensor([2, 0])
@@ -227,6 +227,7 @@ def test_weights_computed_on_the_fly(rule: str) -> None:
 # --- every operation, against the oracle ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("rule", ["epsilon", "zplus", "gamma"])
 @pytest.mark.parametrize("case", LINEAR)
 def test_convolutions(case: str, rule: str) -> None:

@@ -68,8 +68,10 @@ def is_multi_label(logits: Tensor, labels: Tensor) -> bool:
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy for class indices, binary cross entropy for one logit or for multi-label targets."""
+    if not isinstance(labels, Tensor):
+        raise InputError(f"labels is a {type(labels).__name__}; it has to be a tensor.")
     if labels.shape[:1] != logits.shape[:1]:
-        raise InputError(f"There are {tuple(labels.shape)} labels for {logits.shape[0]} images.")
+        raise InputError(f"Labels have shape {tuple(labels.shape)} for {logits.shape[0]} images; give one for each.")
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     count = logits.shape[1]
     if count == 1 or labels.ndim == 2:
@@ -112,13 +114,20 @@ class Standard:
         return "Standard()"
 
 
+_COUNT = "There are {} masks for {} images; give one for each, None or an empty mask for an image without."
+
+
 def gathered_masks(masks: Masks, images: Tensor) -> Tensor:
     """One tensor of masks; a sample without one (None) gets an empty mask."""
     if masks is None:
         return torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool, device=images.device)
     if isinstance(masks, Tensor):
         found = masks
+    elif not isinstance(masks, list | tuple):
+        raise InputError(f"masks is a {type(masks).__name__}; give a tensor, or a list of tensors and None.")
     else:
+        if len(masks) != len(images):
+            raise InputError(_COUNT.format(len(masks), len(images)))
         empty = next((torch.zeros_like(m) for m in masks if m is not None), None)
         if empty is None:
             return gathered_masks(None, images)
@@ -127,7 +136,7 @@ def gathered_masks(masks: Masks, images: Tensor) -> Tensor:
         except RuntimeError as error:
             raise InputError(f"The masks of a batch have to share one shape and type: {error}") from error
     if len(found) != len(images):
-        raise InputError(f"There are {len(found)} masks for {len(images)} images.")
+        raise InputError(_COUNT.format(len(found), len(images)))
     return found.to(images.device)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,23 @@ class Run:
     size: tuple[int, ...] | None = None
 
 
+_FOUND: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
+
+
 def supervised_depths(model: nn.Module, images: Tensor) -> list[str]:
     """Names of the modules whose outputs LRP Deep Supervision adds to the network input.
 
     They are the input of the first stage (a part with several layers), the outputs after which the resolution drops,
     and the input of the head. For a ResNet: maxpool, layer1, layer2, layer3, layer4.
     """
+    found = _FOUND.setdefault(model, {})
+    size = tuple(images.shape[1:])
+    if size not in found:
+        found[size] = _search(model, images)
+    return found[size]
+
+
+def _search(model: nn.Module, images: Tensor) -> list[str]:
     runs = _runs(model, images)
     spine = _spine(model, "", runs)
     spine = _shrinking([name for name in spine if runs[name].size is not None], runs)
@@ -118,4 +130,5 @@ def _end(name: str, runs: dict[str, Run]) -> int:
 
 
 def _layers_in(module: nn.Module) -> int:
-    return sum(1 for m in module.modules() if getattr(m, "weight", None) is not None and m.weight.ndim > 2)
+    """Convolutions in a module, whatever their class."""
+    return sum(isinstance(w := getattr(m, "weight", None), Tensor) and w.ndim > 2 for m in module.modules())

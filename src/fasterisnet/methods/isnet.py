@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -81,10 +82,13 @@ class ISNet:
         self.generator = generator
         self.epoch = 0
         self.skipped = self._skipped_in_a_row = 0
-        self._depths: list[str] | None = None
         self._check()
 
     def _check(self) -> None:
+        if isinstance(self.heatmap_weight, str) or (
+            isinstance(self.heatmap_weight, Sequence) and len(self.heatmap_weight) == 0
+        ):
+            raise InputError("heatmap_weight (P) takes a number, a list with one number for each epoch, or a function.")
         if not 0 <= self.weight <= 1:
             raise InputError(f"heatmap_weight (P) is {self.weight}; it has to lie between 0 and 1.")
         if not 0 <= self.decay <= 1:
@@ -92,8 +96,14 @@ class ISNet:
         for name in ("background_weight", "foreground_weight", "e"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")
-        if isinstance(self.deep_supervision, str):
+        if not isinstance(self.deep_supervision, bool | list | tuple):
             raise InputError("deep_supervision takes True, False or a list of module names.")
+        if self.ranges is not None and not isinstance(self.ranges, Ranges):
+            pair = self.ranges
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and 0 < pair[0] <= pair[1]):
+                raise InputError(
+                    f"ranges is {pair!r}; give what `calibrate` returned, or a pair (C1, C2), 0 < C1 <= C2."
+                )
         rules.table(self.rules_used[0], self.epsilon)
 
     # --- what a variant decides ------------------------------------------------------------------------------------
@@ -123,16 +133,19 @@ class ISNet:
         if self.deep_supervision is False:
             return []
         if self.deep_supervision is True:
-            if self._depths is None:
-                self._depths = supervised_depths(model, images)
-            return self._depths
+            return supervised_depths(model, images)
         return list(self.deep_supervision)
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """`(1-P) L_C + P L`, differentiable for every parameter. Samples without a mask count for L_C only."""
         check_inputs(model, images)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
-        include = has_foreground(mask)
+        training = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(training):
+            images = images.clone() if images.is_inference() else images
+            return self._loss(model, images, labels, mask, has_foreground(mask))
+
+    def _loss(self, model: nn.Module, images: Tensor, labels: Tensor, mask: Tensor, include: Tensor) -> Parts:
         with self._precision(images):
             trace = self._trace(model, images)
         with trace.open():
@@ -150,11 +163,15 @@ class ISNet:
     def measure(self, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """`sum |R|` (sample, map) by depth: what `calibrate` collects. Leaves the model alone."""
         check_inputs(model, images)
-        with observing(model):
+        method = copy.copy(self)
+        if method.generator is None:  # `observing` puts the random state back, so draws would repeat
+            method.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        with torch.inference_mode(False), observing(model):
+            images = images.clone() if images.is_inference() else images
             with self._precision(images):
-                trace = self._trace(model, images)
+                trace = method._trace(model, images)
             with trace.open():
-                maps = self._maps(trace, create_graph=False)
+                maps = method._maps(trace, create_graph=False)
         return {depth: total_relevance(m) for depth, m in maps.items()}
 
     def _trace(self, model: nn.Module, images: Tensor) -> Trace:
@@ -183,7 +200,7 @@ class ISNet:
         if not bool(include.any()):
             zero = trace.logits.sum() * 0
             return zero, zero, zero
-        return self._terms_of(self._maps(trace, create_graph=True), mask, include)
+        return self._terms_of(self._maps(trace, create_graph=torch.is_grad_enabled()), mask, include)
 
     def _terms_of(self, maps: dict[str, Tensor], mask: Tensor, include: Tensor, which: slice | None = None) -> Terms:
         settings: dict[str, Any] = {
@@ -193,8 +210,12 @@ class ISNet:
         losses = []
         for depth, m in maps.items():
             c1, c2 = self._range(depth, m.shape[1], which)
-            size = m.shape[3:]
-            small = mask if size == mask.shape[2:] else resize_masks(mask.amax(1, keepdim=True), size)
+            if m.ndim != mask.ndim + 1:
+                raise InputError(
+                    f"Layer '{depth}' returns {tuple(m.shape[2:])} a sample, which is not a map that a mask could be "
+                    "laid over; name modules in deep_supervision that return (batch, channel, space...)."
+                )
+            small = mask if depth == "input" else resize_masks(mask.amax(1, keepdim=True), m.shape[3:])
             losses.append(heatmap_loss(m, small, c1, c2, include=include, **settings))
         totals = torch.stack([loss.total for loss in losses])
         shares = _depth_shares(totals.detach())
@@ -214,12 +235,12 @@ class ISNet:
         found: Range | None = self.ranges.depths.get(depth)
         if found is None:
             raise InputError(f"The calibration has no C1 and C2 for depth '{depth}'; calibrate again for these depths.")
-        c1, c2 = found.c1, found.c2
-        if len(c1) == 1:
-            return [*c1] * maps, [*c2] * maps
-        c1, c2 = (c1[which], c2[which]) if which is not None else (c1, c2)
+        c1, c2 = (found.c1, found.c2) if which is None else (found.c1[which], found.c2[which])
         if len(c1) != maps:
-            raise InputError(f"The calibration has {len(c1)} maps at depth '{depth}', the model has {maps}.")
+            raise InputError(
+                f"The calibration has C1 and C2 for {len(found.c1)} maps at depth '{depth}', but {type(self).__name__} "
+                f"makes {maps} with this model; calibrate again with this method and model."
+            )
         return c1, c2
 
     def _check_labels(self, logits: Tensor, labels: Tensor) -> None:
@@ -282,14 +303,16 @@ class Original(ISNet):
         if trace.captures:
             raise InputError("maps_at_once does not go with deep supervision, which compares the depths over all maps.")
         parameters = [p for p in model.parameters() if p.requires_grad]
+        learning = torch.is_grad_enabled() and len(parameters) > 0
         table = rules.table(self.rules_used[0], self.epsilon)
         terms = []
         for start in range(0, count, group):
             classes = range(start, min(start + group, count))
-            maps = [relevance_maps(trace, table, Logit(c), create_graph=True)["input"] for c in classes]
+            maps = [relevance_maps(trace, table, Logit(c), create_graph=learning)["input"] for c in classes]
             parts = self._terms_of({"input": torch.stack(maps, 1)}, mask, include, slice(start, classes.stop))
             background, foreground, heatmap = (len(classes) / count * term for term in parts)
-            terms.append(torch.stack([background.detach(), foreground.detach(), _settled(heatmap, parameters)]))
+            heatmap = _settled(heatmap, parameters) if learning else heatmap
+            terms.append(torch.stack([background.detach(), foreground.detach(), heatmap]))
             del maps, parts, heatmap
         background, foreground, heatmap = torch.stack(terms).sum(0)
         return background, foreground, heatmap

@@ -112,7 +112,7 @@ def _out_of_place(func: Any) -> Any:
     name = func.__name__
     if not name.endswith("_") or name.startswith("__"):
         return func
-    for home in (torch, torch._C._nn, Tensor, F):
+    for home in (torch, torch._C._nn, Tensor, F):  # pyright: ignore[reportAttributeAccessIssue]
         if hasattr(home, name[:-1]):
             return getattr(home, name[:-1])
     return func
@@ -176,6 +176,17 @@ def _sum(trace: Trace, name: str, a: Any, b: Any, alpha: float, facts: dict[str,
     return trace.rewire(operation, a + b, origin=operation, **facts)
 
 
+@handles("addcmul", "addcdiv")
+def add_product(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+    base, a, b = bind("input tensor1 tensor2", args, {k: v for k, v in kwargs.items() if k != "value"})
+    value = kwargs.get("value", 1)
+    if in_place:
+        return trace.ordinary(name, func, args, kwargs)
+    with trace:
+        product = a * b if name == "addcmul" else a / b
+        return base + (product if value == 1 else product * value)
+
+
 @handles("rsub")
 def reversed_difference(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = bind("input other", args, {k: v for k, v in kwargs.items() if k in ("input", "other")})
@@ -191,7 +202,7 @@ def mul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
     elif name == "pow":
         return trace.ordinary(name, func, args, kwargs)
     tag_a, tag_b = trace.tag(a), trace.tag(b)
-    if tag_a is not None and tag_b is not None:
+    if isinstance(b, Tensor) and tag_a is not None and tag_b is not None:
         if in_place:
             kept = trace.before_overwriting(a, keep=True)
             return trace.overwrite(a, product_of_activations(trace, "mul", torch.mul, kept, kept if b is a else b))

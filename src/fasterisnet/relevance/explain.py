@@ -51,11 +51,11 @@ def relevance_maps(
     trace: Trace, table: rules.RuleTable, target: Target, *, create_graph: bool, use_box: bool = True
 ) -> dict[str, Tensor]:
     """The maps of one target over an open trace; `AllLogits` stacks one map a class."""
-    scores = target(trace.logits)
+    with torch.enable_grad():
+        scores = target(trace.logits)
+        columns = scores.unbind(1) if isinstance(target, AllLogits) else ()
     if isinstance(target, AllLogits):
-        passes = [
-            trace.relevance(table, score, use_box=use_box, create_graph=create_graph) for score in scores.unbind(1)
-        ]
+        passes = [trace.relevance(table, score, use_box=use_box, create_graph=create_graph) for score in columns]
         return {name: torch.stack([maps[name] for maps in passes], 1) for name in passes[0]}
     if not isinstance(scores, Tensor) or not scores.requires_grad:
         raise InputError(

@@ -186,6 +186,7 @@ class ChannelScale(Function):
             g, w, o_G = part.tensors
             if ctx.needs_input_grad[1]:
                 part.add_channel_sums(for_scale, torch.mul(w, g))
+            assert part.scale is not None
             torch.mul(w, part.scale, out=o_G)
         return for_G, for_scale
 

@@ -217,7 +217,7 @@ def layer_norm(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kw
     if trace.tag(x) is None:
         return trace.ordinary(name, func, args, kwargs)
     y = func(*args, **kwargs)
-    centred, groups = name != "rms_norm", 0
+    centred, groups, shape = name != "rms_norm", 0, ()
     if name == "instance_norm":
         _, weight, bias, mean, var, use_input_stats, _, eps, _ = bind(
             "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled", args, kwargs

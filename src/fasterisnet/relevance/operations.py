@@ -150,7 +150,7 @@ class Convolution(Linear):
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
         weight = weight.to(G.dtype)
-        return ConvolutionInputGradient.apply(G, weight, self.x.detach().to(G.dtype), self.settings)  # type: ignore[return-value]
+        return ConvolutionInputGradient.apply(G, weight, self.x.detach().to(G.dtype), self.settings)
 
     def scaled(self, scale: Tensor) -> Tensor:
         if not self.settings.transposed:

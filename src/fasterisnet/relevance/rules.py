@@ -172,7 +172,7 @@ def _diagonal_zplus(norm: Norm, G: Tensor, y: Tensor | None, epsilon: float) -> 
 
 def _start(G: Tensor, y: Tensor | None, z: Tensor, epsilon: float) -> Tensor:
     """`s = R_y/(z + eps)`. The operation that made the logits (y is None) starts from its own z: `R = z * G`."""
-    return Quotient.apply(G, z if y is None else y, z, epsilon, False)  # type: ignore[return-value]
+    return Quotient.apply(G, z if y is None else y, z, epsilon, False)
 
 
 def _fused(linear: Linear, norm: Norm | None) -> tuple[Tensor, Tensor | None]:

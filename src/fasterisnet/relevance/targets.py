@@ -128,8 +128,7 @@ class Eta(_OfClasses):
             log_p, log_rest = _pick(logits, index) - both, others - both
         if self.mu == 0:
             return log_p - log_rest
-        mu = torch.full_like(log_p, math.log(self.mu))
-        return torch.logaddexp(log_p, mu) - torch.logaddexp(log_rest, mu)
+        return torch.log(log_p.exp() + self.mu) - torch.log(log_rest.exp() + self.mu)
 
 
 @dataclass(frozen=True)

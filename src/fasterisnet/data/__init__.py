@@ -1,0 +1,1 @@
+"""Images with masks, and the biased benchmarks of the paper."""
