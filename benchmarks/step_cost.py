@@ -24,8 +24,9 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fasterisnet as fi
 from fasterisnet.losses import heatmap_loss
-from fasterisnet.memory import keep_memory
+from fasterisnet.methods import ISNet
 from fasterisnet.relevance import rules
 from fasterisnet.relevance.engine import Trace
 from fasterisnet.relevance.explain import explain, relevance_maps
@@ -80,6 +81,20 @@ def several(count: int) -> Step:
     return step
 
 
+def trained_by(method: ISNet) -> Step:
+    """A step of a method, zB and all."""
+
+    def step(_name: str, model: nn.Module, batch: Batch) -> None:
+        method.loss(model, *batch).total.backward()
+
+    return step
+
+
+def loss_alone(_name: str, _model: nn.Module, batch: Batch) -> None:
+    maps = batch[0].unsqueeze(1).clone().requires_grad_()
+    heatmap_loss(maps, batch[2], 1.0, 5.0, decay=0.999).total.backward()
+
+
 def input_gradient(_name: str, model: nn.Module, batch: Batch) -> None:
     images = batch[0].clone().requires_grad_()
     torch.autograd.grad(model(images).amax(1).sum(), images)
@@ -96,6 +111,12 @@ STEPS: dict[str, Step] = {
     "epsilon + z+": dual,
     "3 maps": several(3),
     "10 maps": several(10),
+    "Selective": trained_by(fi.Selective(0.7, 0.999, ranges=(1.0, 5.0))),
+    "Stochastic": trained_by(fi.Stochastic(0.7, 0.999, ranges=(1.0, 5.0))),
+    "Stochastic, deep supervision": trained_by(fi.Stochastic(0.7, 0.999, ranges=(1.0, 5.0), deep_supervision=True)),
+    "Dual": trained_by(fi.Dual(0.7, 0.999, ranges=(1.0, 5.0))),
+    "Original, 10 classes": trained_by(fi.Original(0.7, 0.999, ranges=(1.0, 5.0))),
+    "heatmap loss alone, d = 0.999": loss_alone,
     "forward + input gradient": input_gradient,
     "explain only": explanation,
 }
@@ -168,7 +189,7 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    keep_memory()
+    fi.keep_memory()
     steps = {kind: STEPS[kind] for kind in STEPS if kind in options.rows.split(",")}
     print(
         f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {torch.get_num_threads()} threads, "
@@ -182,7 +203,8 @@ def main() -> None:
             base = result.get(BASES.get(kind, "plain step"), value)
             memory = None if options.no_memory else megabytes(name, kind, options.channels_last)
             grown = "" if memory is None else f"{memory:.0f}"
-            print(f"| {name}, {size}, {pixels} | {kind} | {value:.3f} | {value / base:.2f} | {grown} |", flush=True)
+            of = f" of {BASES[kind]}" if kind in BASES else ""
+            print(f"| {name}, {size}, {pixels} | {kind} | {value:.3f} | {value / base:.2f}{of} | {grown} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Image classifiers that ignore the background, by training their LRP heatmaps."""
 
+from fasterisnet import targets
 from fasterisnet.errors import FasterISNetError, RuleWarning
 from fasterisnet.losses import Ranges
 from fasterisnet.memory import keep_memory
@@ -16,7 +17,6 @@ from fasterisnet.methods import (
     calibrate,
     normalised_box,
 )
-from fasterisnet.relevance import targets
 from fasterisnet.relevance.check import check
 from fasterisnet.relevance.explain import explain
 

@@ -91,7 +91,7 @@ def check_by_differences(model: nn.Module, x: Tensor, target: object, **settings
     variables = [*model.parameters(), x]
     analytic = gradients(explain(model, x, target, create_graph=True, **settings), variables)
     assert any(float(g.abs().max()) > 0 for g in analytic)
-    step = 1e-5
+    step, largest, rounding = 1e-5, 0.0, 0.0
     for number, (variable, gradient) in enumerate(zip(variables, analytic, strict=True)):
         direction = images(*variable.shape, seed=30 + number)
         start = variable.detach().clone()
@@ -107,6 +107,8 @@ def check_by_differences(model: nn.Module, x: Tensor, target: object, **settings
         size = max(abs(along), float(gradient.norm() * direction.norm()) / variable.numel() ** 0.5)
         rounding = 1e-15 * max(abs(value) for value in values) / step
         assert abs(numeric - along) <= 1e-6 * size + rounding, (number, numeric, along)
+        largest = max(largest, size)
+    assert rounding <= 1e-6 * largest, "rounding would hide an error"
 
 
 def check_by_oracle(

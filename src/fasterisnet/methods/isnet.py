@@ -20,7 +20,7 @@ from fasterisnet.relevance import rules
 from fasterisnet.relevance.check import first_bad_layer
 from fasterisnet.relevance.engine import Trace
 from fasterisnet.relevance.explain import check_inputs, observing, relevance_maps
-from fasterisnet.relevance.targets import AllLogits, EtaOfLowest, Joint, Logit, Probability, Target
+from fasterisnet.relevance.targets import AllLogits, Target
 
 Weight = float | Sequence[float] | Callable[[int], float]
 DEPTH_DECAY = 0.7
@@ -276,106 +276,3 @@ class ISNet:
             self, heatmap_weight=self.heatmap_weight, decay=self.decay, background_weight=self.background_weight,
             foreground_weight=self.foreground_weight, box=self.box, deep_supervision=self.deep_supervision,
         )  # fmt: skip
-
-
-class Original(ISNet):
-    """One LRP-epsilon map for every class.
-
-    maps_at_once: how many maps are in memory together with what their gradients need. Fewer take less memory and, as
-    every group goes back through the network on its own, more time; None is all. With fewer, `parts.background` and
-    `parts.foreground` are numbers to log; `parts.heatmap` and `parts.total` carry the gradient.
-    """
-
-    def __init__(self, *args: Any, maps_at_once: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if maps_at_once is not None and maps_at_once < 1:
-            raise InputError(f"maps_at_once is {maps_at_once}; it has to be at least 1, or None for all.")
-        self.maps_at_once = maps_at_once
-
-    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
-        return [(self.rules_used[0], AllLogits())]
-
-    def _heatmap_terms(self, trace: Trace, mask: Tensor, include: Tensor, model: nn.Module) -> Terms:
-        count = trace.logits.shape[1]
-        group = self.maps_at_once or count
-        if group >= count or not bool(include.any()):
-            return super()._heatmap_terms(trace, mask, include, model)
-        if trace.captures:
-            raise InputError("maps_at_once does not go with deep supervision, which compares the depths over all maps.")
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        learning = torch.is_grad_enabled() and len(parameters) > 0
-        table = rules.table(self.rules_used[0], self.epsilon)
-        terms = []
-        for start in range(0, count, group):
-            classes = range(start, min(start + group, count))
-            maps = [relevance_maps(trace, table, Logit(c), create_graph=learning)["input"] for c in classes]
-            parts = self._terms_of({"input": torch.stack(maps, 1)}, mask, include, slice(start, classes.stop))
-            background, foreground, heatmap = (len(classes) / count * term for term in parts)
-            heatmap = _settled(heatmap, parameters) if learning else heatmap
-            terms.append(torch.stack([background.detach(), foreground.detach(), heatmap]))
-            del maps, parts, heatmap
-        background, foreground, heatmap = torch.stack(terms).sum(0)
-        return background, foreground, heatmap
-
-
-def _settled(term: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """The same number with the same gradient, which is computed at once so that the graph behind it can go."""
-    gradients = torch.autograd.grad(term, parameters, retain_graph=True, allow_unused=True)
-    pairs = [(p, g.detach()) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    surrogate = sum(((p * g).sum() for p, g in pairs), start=term.new_zeros(()))
-    return term.detach() + (surrogate - surrogate.detach())
-
-
-class Dual(ISNet):
-    """Two joint maps over one forward pass, z+ and epsilon: cost independent of the number of classes."""
-
-    default_weight: ClassVar[float] = 0.95
-    rules_used: ClassVar[tuple[str, ...]] = ("zplus", "epsilon")
-
-    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
-        return [(rule, Joint()) for rule in self.rules_used]
-
-
-class Selective(ISNet):
-    """One map a sample: eta, the bounded log odds, of its least likely class."""
-
-    multi_label: ClassVar[bool] = False
-
-    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
-        return [("epsilon", EtaOfLowest())]
-
-
-class Stochastic(ISNet):
-    """One map a sample: its highest logit with probability 1/2, each of the others with 1/(2(C-1))."""
-
-    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
-        return [("epsilon", Logit(self.draw(logits)))]
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """The class explained for each sample."""
-        highest = logits.detach().argmax(1)
-        count = logits.shape[1]
-        if count == 1:
-            return highest
-        device = "cpu" if self.generator is None else self.generator.device
-        chance = torch.rand(len(logits), generator=self.generator, device=device).to(logits.device)
-        other = torch.randint(1, count, (len(logits),), generator=self.generator, device=device).to(logits.device)
-        return torch.where(chance < 0.5, highest, (highest + other) % count)
-
-
-class GradInput(Original):
-    """Ablation: Gradient*Input of every logit instead of LRP."""
-
-    rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
-    uses_box: ClassVar[bool] = False
-
-
-class SoftmaxGradInput(ISNet):
-    """Ablation: Gradient*Input of the highest softmax probability."""
-
-    rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
-    uses_box: ClassVar[bool] = False
-    multi_label: ClassVar[bool] = False
-
-    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
-        return [("gradient", Probability(logits.detach().argmax(1)))]

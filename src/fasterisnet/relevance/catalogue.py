@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fasterisnet.relevance.engine import Trace
+    from fasterisnet.relevance.catching import Catcher
 
-Handler = Callable[["Trace", str, bool, Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[["Catcher", str, bool, Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {}
 
 # Rearrangements: every number of the result is one of the operands' (or a constant).

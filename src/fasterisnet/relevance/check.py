@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import RuleWarning
 from fasterisnet.relevance import rules
-from fasterisnet.relevance.engine import Met, Trace
+from fasterisnet.relevance.engine import Trace
 from fasterisnet.relevance.explain import check_inputs, observing, relevance_maps
+from fasterisnet.relevance.tags import Met
 from fasterisnet.relevance.targets import Classes, Target, resolve
 
 EXPLOSION = 1e4

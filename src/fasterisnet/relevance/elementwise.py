@@ -13,7 +13,7 @@ from fasterisnet.relevance.functions import Rectify
 from fasterisnet.relevance.operations import Activation, Matmul, Operation, Pool, Sum
 
 if TYPE_CHECKING:
-    from fasterisnet.relevance.engine import Trace
+    from fasterisnet.relevance.catching import Catcher
 
 # Activations whose native derivative reads their own result, which therefore must not be marked as changed.
 _SAVE_RESULT = frozenset({"sigmoid", "tanh", "elu", "celu", "selu", "rrelu", "leaky_relu"})
@@ -23,7 +23,7 @@ _SAVE_RESULT = frozenset({"sigmoid", "tanh", "elu", "celu", "selu", "rrelu", "le
 
 
 @handles("relu")
-def relu(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def relu(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs["input"]
     tag = trace.tag(x)
     if tag is None:
@@ -42,7 +42,7 @@ def relu(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: 
 
 
 @handles("clamp", "clamp_min", "threshold", "maximum")
-def relu_in_disguise(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def relu_in_disguise(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     """`clamp(min=0)`, `threshold(0, 0)` and `maximum(x, 0)` are ReLU; other bounds make another activation."""
     x = args[0] if args else kwargs["input"]
     bounds = [*args[1:], *[v for k, v in kwargs.items() if k not in ("input", "inplace", "max")]]
@@ -68,7 +68,7 @@ def _is_zero(value: Any) -> bool:
     "hardsigmoid", "hardtanh", "relu6", "softplus", "log_sigmoid", "logsigmoid", "hardshrink", "softshrink",
     "tanhshrink", "softsign", "_prelu_kernel", "prelu_kernel",
 )  # fmt: skip
-def activation(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def activation(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs["input"]
     tag = trace.tag(x)
     if tag is None:
@@ -80,7 +80,7 @@ def activation(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kw
     return _activated(trace, name, func, args, kwargs, x, tag)
 
 
-def _activated(trace: Trace, name: str, func: Any, args: Any, kwargs: Any, x: Tensor, tag: Any) -> Tensor:
+def _activated(trace: Catcher, name: str, func: Any, args: Any, kwargs: Any, x: Tensor, tag: Any) -> Tensor:
     settings = {k: v for k, v in kwargs.items() if k not in ("input", "inplace")}
 
     def function(t: Tensor) -> Tensor:
@@ -119,14 +119,14 @@ def _out_of_place(func: Any) -> Any:
 
 
 @handles("glu")
-def glu(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def glu(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x, dim = bind("input dim", args, kwargs, dim=-1)
     with trace:
         signal, gate = x.chunk(2, dim)
         return signal * gate.sigmoid()
 
 
-def units_with(trace: Trace, before: Operation | None, tag: Any, behind: str) -> Operation | None:
+def units_with(trace: Catcher, before: Operation | None, tag: Any, behind: str) -> Operation | None:
     """The operation a batch norm or activation follows directly, told so."""
     if before is not None and tag.captured:
         before.fused_into = behind
@@ -137,7 +137,7 @@ def units_with(trace: Trace, before: Operation | None, tag: Any, behind: str) ->
 
 
 @handles("add", "sub")
-def add(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def add(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = bind("input other", args, {k: v for k, v in kwargs.items() if k in ("input", "other")})
     alpha = kwargs.get("alpha", 1)
     tag_a, tag_b = trace.tag(a), trace.tag(b)
@@ -164,7 +164,7 @@ def add(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
     return _sum(trace, name, a, b, alpha, facts)
 
 
-def _sum(trace: Trace, name: str, a: Any, b: Any, alpha: float, facts: dict[str, Any]) -> Tensor:
+def _sum(trace: Catcher, name: str, a: Any, b: Any, alpha: float, facts: dict[str, Any]) -> Tensor:
     if name == "sub" or alpha != 1:
         tag = trace.tag(b)
         b = b * (-alpha if name == "sub" else alpha)
@@ -177,7 +177,7 @@ def _sum(trace: Trace, name: str, a: Any, b: Any, alpha: float, facts: dict[str,
 
 
 @handles("addcmul", "addcdiv")
-def add_product(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def add_product(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     base, a, b = bind("input tensor1 tensor2", args, {k: v for k, v in kwargs.items() if k != "value"})
     value = kwargs.get("value", 1)
     if in_place:
@@ -188,14 +188,14 @@ def add_product(trace: Trace, name: str, in_place: bool, func: Any, args: Any, k
 
 
 @handles("rsub")
-def reversed_difference(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def reversed_difference(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = bind("input other", args, {k: v for k, v in kwargs.items() if k in ("input", "other")})
     with trace:
         return a * -kwargs.get("alpha", 1) + b
 
 
 @handles("mul", "square", "pow")
-def mul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def mul(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = bind("input other", args, {("other" if k == "exponent" else k): v for k, v in kwargs.items()})
     if name == "square" or (name == "pow" and isinstance(b, int | float) and b == 2):
         b = a
@@ -210,7 +210,7 @@ def mul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
     return _scaled(trace, name, in_place, func, args, kwargs, tag_a or tag_b, b if tag_b is None else a)
 
 
-def _scaled(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any, tag: Any, factor: Any) -> Any:
+def _scaled(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any, tag: Any, factor: Any) -> Any:
     """Multiplied or divided by something that does not depend on the network input."""
     if tag is None:
         return trace.ordinary(name, func, args, kwargs)
@@ -226,7 +226,7 @@ def _scaled(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwarg
 
 
 def product_of_activations(
-    trace: Trace, name: str, func: Any, a: Tensor, b: Tensor, *, half_always: bool = False
+    trace: Catcher, name: str, func: Any, a: Tensor, b: Tensor, *, half_always: bool = False
 ) -> Tensor:
     """Half of the relevance to each factor; a gate is a constant, the signal takes all."""
     tag_a, tag_b = trace.tag(a), trace.tag(b)
@@ -251,7 +251,7 @@ def product_of_activations(
 
 
 @handles("div")
-def div(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def div(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     """A denominator computed from activations is a normaliser: constant."""
     a, b = bind("input other", args, {k: v for k, v in kwargs.items() if k in ("input", "other")})
     tag_a, tag_b = trace.tag(a), trace.tag(b)
@@ -270,7 +270,7 @@ def div(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: A
 @handles(
     "rsqrt", "reciprocal", "rdiv", "norm", "vector_norm", "linalg_vector_norm", "std", "var", "var_mean", "std_mean"
 )
-def normaliser(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def normaliser(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     """Measures of size: constants in products, as in every normalisation; no rule if a signal."""
     result = trace.ordinary(name, func, args, kwargs)
     parts = result if isinstance(result, tuple) else (result,)
@@ -290,7 +290,7 @@ def normaliser(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kw
     "upsample_bilinear2d", "upsample_trilinear3d", "upsample_nearest_exact1d", "upsample_nearest_exact2d",
     "upsample_nearest_exact3d", "nanmean", "sum_to_size",
 )  # fmt: skip
-def pool(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def pool(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs["input"]
     tag = trace.tag(x)
     if tag is None:

@@ -15,7 +15,7 @@ from fasterisnet.relevance.functions import ConvolutionSettings
 from fasterisnet.relevance.operations import Contraction, Convolution, Linear, Norm, Product
 
 if TYPE_CHECKING:
-    from fasterisnet.relevance.engine import Trace
+    from fasterisnet.relevance.catching import Catcher
 
 __all__ = ["HANDLERS"]
 
@@ -24,7 +24,7 @@ __all__ = ["HANDLERS"]
 
 
 @handles("conv1d", "conv2d", "conv3d")
-def convolution(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def convolution(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias, stride, padding, dilation, groups = bind(
         "input weight bias stride padding dilation groups", args, kwargs, stride=1, padding=0, dilation=1, groups=1
     )
@@ -48,7 +48,7 @@ def convolution(trace: Trace, name: str, in_place: bool, func: Any, args: Any, k
 
 
 @handles("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed_convolution(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def transposed_convolution(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias, stride, padding, output_padding, groups, dilation = bind(
         "input weight bias stride padding output_padding groups dilation", args, kwargs,
         stride=1, padding=0, output_padding=0, groups=1, dilation=1,
@@ -63,7 +63,7 @@ def transposed_convolution(trace: Trace, name: str, in_place: bool, func: Any, a
 
 
 @handles("convolution")
-def any_convolution(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def any_convolution(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias, *settings = bind(
         "input weight bias stride padding dilation transposed output_padding groups", args, kwargs
     )
@@ -73,7 +73,7 @@ def any_convolution(trace: Trace, name: str, in_place: bool, func: Any, args: An
 
 
 @handles("linear")
-def linear(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def linear(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = bind("input weight bias", args, kwargs)
     if trace.tag(x) is None or weight.ndim != 2:
         return trace.ordinary(name, func, args, kwargs)
@@ -81,7 +81,7 @@ def linear(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs
 
 
 @handles("addmm", "baddbmm")
-def addmm(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def addmm(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     bias, a, b, beta, alpha = bind("input mat1 mat2 beta alpha", args, _renamed(kwargs), beta=1, alpha=1)
     if all(trace.tag(t) is None for t in (bias, a, b)) or in_place:
         return trace.ordinary(name, func, args, kwargs)
@@ -98,7 +98,7 @@ def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {names.get(key, key): value for key, value in kwargs.items()}
 
 
-def _linear(trace: Trace, name: str, operation: Linear) -> Tensor:
+def _linear(trace: Catcher, name: str, operation: Linear) -> Tensor:
     x = operation.x
     tag = trace.tag(x)
     assert tag is not None
@@ -117,7 +117,7 @@ def _tuple(value: Any, n: int) -> tuple[int, ...]:
 
 
 @handles("matmul", "mm", "bmm", "mv", "rmatmul")
-def matmul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def matmul(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     a, b = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
     if name == "rmatmul":
         a, b = b, a
@@ -132,7 +132,7 @@ def matmul(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs
 
 
 @handles("einsum")
-def einsum(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def einsum(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     equation, *operands = args
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     active = [t for t in operands if trace.tag(t) is not None]
@@ -146,7 +146,7 @@ def einsum(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs
 
 
 @handles("scaled_dot_product_attention")
-def attention(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def attention(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     query, key, value, mask, dropout, causal, scale, grouped = bind(
         "query key value attn_mask dropout_p is_causal scale enable_gqa", args, kwargs, dropout_p=0.0
     )
@@ -171,7 +171,7 @@ def attention(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwa
 
 
 @handles("batch_norm")
-def batch_norm(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def batch_norm(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias, mean, var, training, momentum, eps, cudnn = bind(
         "input weight bias running_mean running_var training momentum eps cudnn_enabled", args, kwargs
     )
@@ -197,7 +197,7 @@ def batch_norm(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kw
 
 
 def _norm(
-    trace: Trace, name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
+    trace: Catcher, name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
     again: Callable[[], Tensor], before: Linear | None,
 ) -> Norm:  # fmt: skip
     scale = inverse.to(x.dtype) if weight is None else weight * inverse
@@ -212,7 +212,7 @@ def _per_channel(operation: Linear, y: Tensor) -> bool:
 
 
 @handles("layer_norm", "rms_norm", "group_norm", "instance_norm")
-def layer_norm(trace: Trace, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
+def layer_norm(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs["input"]
     if trace.tag(x) is None:
         return trace.ordinary(name, func, args, kwargs)

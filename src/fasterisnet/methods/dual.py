@@ -1,0 +1,20 @@
+"""The Dual ISNet: z+ and epsilon maps of all logits together."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from fasterisnet.methods.isnet import ISNet
+from fasterisnet.relevance.targets import Joint, Target
+
+
+class Dual(ISNet):
+    """Two joint maps over one forward pass, z+ and epsilon: cost independent of the number of classes."""
+
+    default_weight: ClassVar[float] = 0.95
+    rules_used: ClassVar[tuple[str, ...]] = ("zplus", "epsilon")
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [(rule, Joint()) for rule in self.rules_used]

@@ -1,0 +1,29 @@
+"""Ablations: the same losses on Gradient*Input instead of LRP."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from fasterisnet.methods.isnet import ISNet
+from fasterisnet.methods.original import Original
+from fasterisnet.relevance.targets import Probability, Target
+
+
+class GradInput(Original):
+    """Ablation: Gradient*Input of every logit instead of LRP."""
+
+    rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
+    uses_box: ClassVar[bool] = False
+
+
+class SoftmaxGradInput(ISNet):
+    """Ablation: Gradient*Input of the highest softmax probability."""
+
+    rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
+    uses_box: ClassVar[bool] = False
+    multi_label: ClassVar[bool] = False
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [("gradient", Probability(logits.detach().argmax(1)))]

@@ -1,0 +1,19 @@
+"""The Selective ISNet: the least likely class, explained against all others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from fasterisnet.methods.isnet import ISNet
+from fasterisnet.relevance.targets import EtaOfLowest, Target
+
+
+class Selective(ISNet):
+    """One map a sample: eta, the bounded log odds, of its least likely class."""
+
+    multi_label: ClassVar[bool] = False
+
+    def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
+        return [("epsilon", EtaOfLowest())]

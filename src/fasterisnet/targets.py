@@ -1,0 +1,14 @@
+"""What can be explained: the named targets of `explain`."""
+
+from fasterisnet.relevance.targets import (
+    AllLogits,
+    Eta,
+    EtaOfLowest,
+    Highest,
+    Joint,
+    Logit,
+    Lowest,
+    Probability,
+)
+
+__all__ = ["AllLogits", "Eta", "EtaOfLowest", "Highest", "Joint", "Logit", "Lowest", "Probability"]
