@@ -55,8 +55,8 @@ bench: setup  ## what a training step with heatmaps costs
 coverage-table: setup  ## check every torchvision and many timm models, write docs/coverage.md
 	$(BIN)/python benchmarks/coverage.py
 
-demo: setup  ## explain a classifier and show where it looks
-	$(BIN)/python examples/explain_any_model.py
+demo: setup  ## train a classifier that cheats and one that does not, and show where both look (3 minutes)
+	$(BIN)/python examples/biased_digits.py
 
 lock: $(VENV)/uv.stamp  ## resolve the requirements anew (rewrites requirements/*.txt)
 	$(COMPILE) requirements/uv.in -o requirements/uv.txt

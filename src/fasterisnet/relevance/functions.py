@@ -155,17 +155,17 @@ class Attenuate(Function):
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         G, y, scale = ctx.saved_tensors
         for_G, for_y = torch.empty_like(y), torch.empty_like(y)
-        for_scale = None if scale is None else torch.zeros_like(scale)
+        sums = None if scale is None else ChannelSums(y, scale)
         for part in _parts(y, scale, G, u, for_G, for_y):
             a, g, w, o_G, o_y = part.tensors
             inverse = torch.add(a, ctx.epsilon).reciprocal_()
             torch.mul(w, inverse, out=o_y)
-            if part.scale is not None and for_scale is not None:
-                part.add_channel_sums(for_scale, torch.mul(o_y, a).mul_(g))
+            if part.scale is not None and sums is not None:
+                sums.add(part.rows, torch.mul(o_y, a).mul_(g))
                 o_y.mul_(part.scale)
             torch.mul(o_y, a, out=o_G)
             o_y.mul_(inverse).mul_(g).mul_(ctx.epsilon)
-        return for_G, for_y, for_scale, None
+        return for_G, for_y, None if sums is None else sums.total(), None
 
 
 class ChannelScale(Function):
@@ -181,14 +181,14 @@ class ChannelScale(Function):
     @once_differentiable
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         G, scale = ctx.saved_tensors
-        for_G, for_scale = torch.empty_like(G), torch.zeros_like(scale)
+        for_G, sums = torch.empty_like(G), ChannelSums(G, scale)
         for part in _parts(G, scale, u, for_G):
             g, w, o_G = part.tensors
             if ctx.needs_input_grad[1]:
-                part.add_channel_sums(for_scale, torch.mul(w, g))
+                sums.add(part.rows, torch.mul(w, g))
             assert part.scale is not None
             torch.mul(w, part.scale, out=o_G)
-        return for_G, for_scale
+        return for_G, sums.total() if ctx.needs_input_grad[1] else None
 
 
 class Quotient(Function):
@@ -222,6 +222,40 @@ class Quotient(Function):
         return for_G, for_y, for_z, None, None
 
 
+class SumShares(Function):
+    """z+ through `y = a + b`: `s = G*y/(a+ + b+ + eps)`, to a where it is positive, to b where it is."""
+
+    @staticmethod
+    def forward(ctx: Any, G: Tensor, y: Tensor, a: Tensor, b: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        y = _dense(y)
+        ctx.save_for_backward(G, y, a, b)
+        ctx.epsilon = epsilon
+        for_a, for_b = torch.empty_like(y), torch.empty_like(y)
+        for part in _parts(y, None, G, a, b, for_a, for_b):
+            c, g, first, second, o_a, o_b = part.tensors
+            s = first.clamp(min=0).add_(second.clamp(min=0)).add_(epsilon).reciprocal_().mul_(c).mul_(g)
+            torch.mul(s, first > 0, out=o_a)
+            torch.mul(s, second > 0, out=o_b)
+        return for_a, for_b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, u_a: Tensor, u_b: Tensor) -> tuple[Tensor | None, ...]:
+        G, y, a, b = ctx.saved_tensors
+        for_G, for_y, for_a, for_b = (torch.empty_like(y) for _ in range(4))
+        for part in _parts(y, None, G, a, b, u_a, u_b, for_G, for_y, for_a, for_b):
+            c, g, first, second, w_a, w_b, o_G, o_y, o_a, o_b = part.tensors
+            inverse = first.clamp(min=0).add_(second.clamp(min=0)).add_(ctx.epsilon).reciprocal_()
+            first_on, second_on = first > 0, second > 0
+            w = torch.mul(w_a, first_on).add_(w_b * second_on).mul_(inverse)
+            torch.mul(w, c, out=o_G)
+            torch.mul(w, g, out=o_y)
+            w.mul_(c).mul_(g).mul_(inverse).neg_()
+            torch.mul(w, first_on, out=o_a)
+            torch.mul(w, second_on, out=o_b)
+        return for_G, for_y, for_a, for_b, None
+
+
 def _stabilised(z: Tensor, epsilon: float, signed: bool) -> Tensor:
     return torch.where(z < 0, z - epsilon, z + epsilon) if signed else z + epsilon
 
@@ -236,21 +270,36 @@ class _Part(NamedTuple):
     tensors: list[Tensor]
     scale: Tensor | None
     rows: slice
-    channels_last: bool
 
-    def add_channel_sums(self, total: Tensor, values: Tensor) -> None:
-        if self.channels_last:
-            total += values.sum(0, dtype=total.dtype)
+
+class ChannelSums:
+    """Sums over everything but the channels, collected part by part."""
+
+    def __init__(self, like: Tensor, scale: Tensor) -> None:
+        self.by_columns = _by_columns(like)
+        self.samples = like.shape[0]
+        rows = scale.numel() if self.by_columns else self.samples * scale.numel()
+        self.sums = torch.zeros(rows, dtype=scale.dtype, device=scale.device)
+
+    def add(self, rows: slice, values: Tensor) -> None:
+        if self.by_columns:
+            self.sums += values.sum(0, dtype=self.sums.dtype)
         else:
-            count = total.numel()
-            channels = torch.arange(self.rows.start, self.rows.stop, device=total.device) % count
-            total.index_add_(0, channels, values.sum(1, dtype=total.dtype))
+            torch.sum(values, 1, dtype=self.sums.dtype, out=self.sums[rows])
+
+    def total(self) -> Tensor:
+        return self.sums if self.by_columns else self.sums.view(self.samples, -1).sum(0)
+
+
+def _by_columns(like: Tensor) -> bool:
+    """Whether channels are the columns of the matrix a tensor is cut up as."""
+    return like.ndim == 2 or (like.ndim >= 4 and not like.is_contiguous())
 
 
 def _parts(like: Tensor, scale: Tensor | None, *others: Tensor) -> Iterator[_Part]:
     """Cuts `like` (dense) and the others, laid out alike, into parts that fit the cache (on CUDA: one part)."""
     channels_last = like.ndim >= 4 and not like.is_contiguous()
-    by_columns = channels_last or like.ndim == 2
+    by_columns = _by_columns(like)
     if by_columns:
         shape = (-1, like.shape[1])
     else:
@@ -263,7 +312,7 @@ def _parts(like: Tensor, scale: Tensor | None, *others: Tensor) -> Iterator[_Par
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         part_scale = scale if scale is None or by_columns else scale[part]
-        yield _Part([m[part] for m in matrices], part_scale, part, by_columns)
+        yield _Part([m[part] for m in matrices], part_scale, part)
 
 
 def _dense(t: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def _linear(trace: Catcher, name: str, operation: Linear) -> Tensor:
     assert tag is not None
     operation.non_negative, operation.path = tag.non_negative, tag.path
     # The ordinary derivative never needs the gradient of the images, so it is not computed.
-    native_x = x.detach() if x is trace.entry and not trace.root_is_users else x
-    y = operation.forward(native_x, operation.weight, operation.bias)
+    operation.ends_here = x is trace.entry and not trace.root_is_users
+    y = operation.forward(operation.x_value, operation.weight, operation.bias)
     trace.note(name, "linear")
     return trace.rewire(operation, y, operation=operation, origin=operation)
 

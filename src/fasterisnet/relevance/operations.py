@@ -105,6 +105,7 @@ class Linear(Operation):
         self.bias = bias
         self.non_negative = False
         self.path: Callable[[Tensor], Tensor] | None = None
+        self.ends_here = False
 
     @property
     def first(self) -> bool:
@@ -114,6 +115,25 @@ class Linear(Operation):
     @property
     def unit(self) -> tuple[Linear | None, Norm | None]:
         return self, None
+
+    @property
+    def x_value(self) -> Tensor:
+        """x as a number: where x is the images, nobody asks for their gradient."""
+        return self.x.detach() if self.ends_here else self.x
+
+    @property
+    def can_pair(self) -> bool:
+        """Whether `W1 x1 + W2 x2` is one operation on x1 and x2, and on W1 and W2, put side by side."""
+        return type(self) is Linear
+
+    def paired(self, first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x1 and x2 side by side, W1 and W2 side by side."""
+        return torch.cat((first, second), -1), torch.cat(weights, 1)
+
+    def parted(self, G: Tensor) -> tuple[Tensor, Tensor]:
+        """What belongs to x1 and what to x2."""
+        first, second = G.chunk(2, -1 if type(self) is Linear else 1)
+        return first, second
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -150,7 +170,17 @@ class Convolution(Linear):
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
         weight = weight.to(G.dtype)
-        return ConvolutionInputGradient.apply(G, weight, self.x.detach().to(G.dtype), self.settings)
+        x = self.x.detach().to(G.dtype)
+        if not self.settings.transposed and x.shape[1] != weight.shape[1] * self.settings.groups:
+            x = torch.cat((x, x), 1)
+        return ConvolutionInputGradient.apply(G, weight, x, self.settings)
+
+    @property
+    def can_pair(self) -> bool:
+        return self.settings.groups == 1 and not self.settings.transposed
+
+    def paired(self, first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.cat((first, second), 1), torch.cat(weights, 1)
 
     def scaled(self, scale: Tensor) -> Tensor:
         if not self.settings.transposed:

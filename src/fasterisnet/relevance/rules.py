@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fasterisnet.errors import InputError
-from fasterisnet.relevance.functions import Attenuate, ChannelScale, Quotient
+from fasterisnet.relevance.functions import Attenuate, ChannelScale, Quotient, SumShares
 from fasterisnet.relevance.operations import NATIVE, Activation, Linear, Norm, Operation, Share
 
 Rule = Callable[[Any, Tensor, Tensor | None, float], list[Share]]
@@ -114,6 +114,9 @@ def activation_zplus(op: Activation, G: Tensor, y: Tensor | None, epsilon: float
 def sum_zplus(op: Any, G: Tensor, _y: Tensor | None, epsilon: float) -> list[Share]:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`; a constant summand takes part in z and gets nothing."""
     a, b = op.a, op.b
+    if op.b_is_source and a.shape == b.shape and not op.is_output:
+        for_a, for_b = SumShares.apply(G, op.value(), a, b, epsilon)
+        return [(a, for_a), (b, for_b)]
     constant = b.detach() if isinstance(b, Tensor) and not op.b_is_source else b
     z = a.clamp(min=0) + (constant.clamp(min=0) if isinstance(constant, Tensor) else max(constant, 0))
     s = _start(G, None if op.is_output else op.value(), z, epsilon)
@@ -151,16 +154,27 @@ def matmul_zplus(op: Any, G: Tensor, _y: Tensor | None, epsilon: float) -> list[
 
 
 def _unit_zplus(linear: Linear, norm: Norm | None, G: Tensor, y: Tensor | None, epsilon: float) -> list[Share]:
-    x = linear.x
+    x = linear.x_value
     weight, shift = _fused(linear, norm)
-    plus = weight.clamp(min=0)
     if linear.non_negative:
+        plus = weight.clamp(min=0)
         s = _start(G, y, linear.forward(x, plus, shift), epsilon)
-        return [(x, linear.transpose(s, plus))]
-    minus = weight.clamp(max=0)
-    z = linear.forward(x.clamp(min=0), plus, shift) + linear.forward(x.clamp(max=0), minus)
-    s = _start(G, y, z, epsilon)
-    return [(x, torch.where(x >= 0, linear.transpose(s, plus), linear.transpose(s, minus)))]
+        return [(linear.x, linear.transpose(s, plus))]
+    plus, minus = _two_sided(linear, weight, shift, x.clamp(min=0), x.clamp(max=0), G, y, epsilon)
+    return [(linear.x, torch.where(x >= 0, plus, minus))]
+
+
+def _two_sided(
+    linear: Linear, weight: Tensor, shift: Tensor | None, first: Tensor, second: Tensor, G: Tensor, y: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`W+^T s` and `W-^T s` for `z = W+ x1 + W- x2 + b+`."""
+    plus, minus = weight.clamp(min=0), weight.clamp(max=0)
+    if linear.can_pair:
+        pair, weights = linear.paired(first, second, (plus, minus))
+        return linear.parted(linear.transpose(_start(G, y, linear.forward(pair, weights, shift), epsilon), weights))
+    s = _start(G, y, linear.forward(first, plus, shift) + linear.forward(second, minus), epsilon)
+    return linear.transpose(s, plus), linear.transpose(s, minus)
 
 
 def _diagonal_zplus(norm: Norm, G: Tensor, y: Tensor | None, epsilon: float) -> list[Share]:
@@ -204,12 +218,10 @@ def first_layer(
     """
     assert linear.path is not None
     low, high = (linear.path(bound) for bound in box)
-    above, below = linear.x - low, linear.x - high
+    above, below = linear.x_value - low, linear.x_value - high
     weight, shift = _fused(linear, norm)
-    plus, minus = weight.clamp(min=0), weight.clamp(max=0)
-    z = linear.forward(above, plus, shift) + linear.forward(below, minus)
-    s = Quotient.apply(G, op.value() if y is None else y, z, epsilon, False)
-    return [(linear.x, above * linear.transpose(s, plus) + below * linear.transpose(s, minus))]
+    plus, minus = _two_sided(linear, weight, shift, above, below, G, op.value() if y is None else y, epsilon)
+    return [(linear.x, above * plus + below * minus)]
 
 
 # --- gamma and the plain gradient ----------------------------------------------------------------------------------
