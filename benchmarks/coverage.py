@@ -1,6 +1,8 @@
 """Runs `fasterisnet.check` over every classification model of torchvision and one of each timm family.
 
-    python benchmarks/coverage.py [--only PART_OF_NAME] [--out docs/coverage.md]
+    python benchmarks/coverage.py [--only PART_OF_NAME] [--out docs/coverage.md] [--cache runs/coverage.jsonl]
+
+Rows are kept in the cache as they come, so an interrupted run goes on where it was; delete it to start afresh.
 
 Models are untrained, their batch-norm statistics settled on random images, zero-initialised layers drawn at random, and
 fed the smallest square image they accept.
@@ -10,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import platform
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import timm
@@ -124,14 +127,14 @@ def models() -> list[tuple[str, str, Callable[[], nn.Module]]]:
     return found
 
 
-def write(path: Path, rows: list[Row], minutes: float) -> None:
+def write(path: Path, rows: list[Row]) -> None:
     lines = [
         "# Coverage",
         "",
         "`fasterisnet.check` (rule epsilon) on untrained models: every operation has a rule, values are finite, maps",
         "are not zero, and the gradient of the maps agrees with finite differences. *kept*: sum of relevance / logit.",
         "",
-        f"Made by `python benchmarks/coverage.py` in {minutes:.0f} minutes; torch {torch.__version__.split('+')[0]}, "
+        f"Made by `python benchmarks/coverage.py`; torch {torch.__version__.split('+')[0]}, "
         f"torchvision {torchvision.__version__.split('+')[0]}, timm {timm.__version__}, "
         f"{platform.machine()}, {torch.get_num_threads()} threads, seed 0.",
         "",
@@ -160,21 +163,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="models whose 'library/name' contains this")
     parser.add_argument("--out", type=Path, default=Path("docs/coverage.md"))
+    parser.add_argument("--cache", type=Path, default=Path("runs/coverage.jsonl"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    start = time.perf_counter()
+    done = {}
+    if options.cache.exists():
+        found = [Row(**json.loads(line)) for line in options.cache.read_text().splitlines()]
+        done = {(row.library, row.model): row for row in found}
+    options.cache.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for library, name, build in models():
-        if options.only in f"{library}/{name}":
+        if options.only not in f"{library}/{name}":
+            continue
+        row = done.get((library, name))
+        if row is None:
             began = time.perf_counter()
-            rows.append(row := examine(library, name, build))
+            row = examine(library, name, build)
+            with options.cache.open("a") as cache:
+                cache.write(json.dumps(asdict(row)) + "\n")
             seconds = time.perf_counter() - began
-            print(
-                f"{library}/{name} {row.size} px {'pass' if row.ok else 'FAIL ' + row.note} ({seconds:.0f} s)",
-                flush=True,
-            )
+            outcome = "pass" if row.ok else f"FAIL {row.note}"
+            print(f"{library}/{name} {row.size} px {outcome} ({seconds:.0f} s)", flush=True)
             gc.collect()
-    write(options.out, rows, (time.perf_counter() - start) / 60)
+        rows.append(row)
+    write(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from methods.tester import ALL, CHECKS, IDS, NETS, Tester
 
 

@@ -134,7 +134,13 @@ def away_from_zero(z: Tensor) -> Tensor:
 
 
 def written_out(
-    model: nn.Sequential, rule: str, *, boxed: bool, block: bool = False, live: bool = False, start: Tensor | None = None
+    model: nn.Sequential,
+    rule: str,
+    *,
+    boxed: bool,
+    block: bool = False,
+    live: bool = False,
+    start: Tensor | None = None,
 ) -> Tensor:
     """One map of the golden network, layer by layer, as relevance (z+, the Block) or as a gradient (our epsilon).
 
@@ -273,7 +279,9 @@ def test_by_finite_differences(first: str, variant: str) -> None:
     def loss() -> Tensor:
         return method.loss(model, IMAGES, LABELS, MASKS).total
 
-    for number, (parameter, gradient) in enumerate(zip(model.parameters(), gradients(model, loss()).values(), strict=True)):
+    for number, (parameter, gradient) in enumerate(
+        zip(model.parameters(), gradients(model, loss()).values(), strict=True)
+    ):
         noise = torch.Generator().manual_seed(number)
         direction = torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
         analytic, start = float((gradient * direction).sum()), parameter.detach().clone()

@@ -63,7 +63,7 @@ class Step(nn.Module):
 
 def is_multi_label(logits: Tensor, labels: Tensor) -> bool:
     """Whether labels are (batch, classes) with classes > 1: several may be true at once."""
-    return logits.shape[1] > 1 and labels.ndim == 2
+    return logits.shape[1] > 1 and isinstance(labels, Tensor) and labels.ndim == 2
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -91,7 +91,8 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
         )
     if bool(((labels < 0) | (labels >= count)).any()):
         raise InputError(
-            f"Labels reach from {int(labels.min())} to {int(labels.max())}; the model has {count} outputs."
+            f"Labels reach from {int(labels.min())} to {int(labels.max())}, but the model has {count} outputs: "
+            f"they have to be 0 to {count - 1}."
         )
     return F.cross_entropy(logits, labels)
 

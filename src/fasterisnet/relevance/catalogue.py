@@ -41,6 +41,9 @@ ORDINARY = frozenset(
 # Python functions of torch that are handled as they are, not by their bodies.
 WHOLE = frozenset({"softsign", "tanhshrink"})
 
+# Python functions that are not opened.
+CLOSED = STRUCTURAL | ORDINARY | WHOLE
+
 # Results between 0 and 1: constants when they multiply a signal.
 GATES = frozenset({"softmax", "sigmoid", "hardsigmoid"})
 

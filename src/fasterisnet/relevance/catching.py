@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fasterisnet.relevance.catalogue import GATES, ORDINARY, SIGNED, STRUCTURAL, WHOLE, base_name
+from fasterisnet.relevance.catalogue import CLOSED, GATES, ORDINARY, SIGNED, STRUCTURAL, base_name
 from fasterisnet.relevance.functions import Alias, Assign, Rewire
 from fasterisnet.relevance.linear import HANDLERS
 from fasterisnet.relevance.opening import opened, tensors
@@ -52,7 +52,7 @@ class Catcher(TorchFunctionMode):
         handler = HANDLERS.get(name)
         python = isinstance(func, FunctionType)
         if handler is None or python:
-            body = opened(func) if python and name not in STRUCTURAL | ORDINARY | WHOLE else None
+            body = opened(func) if python and name not in CLOSED else None
             if body is not None and func not in self._opening:
                 self._opening.append(func)
                 try:

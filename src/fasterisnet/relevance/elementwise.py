@@ -44,13 +44,13 @@ def relu(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs
 @handles("clamp", "clamp_min", "threshold", "maximum")
 def relu_in_disguise(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     """`clamp(min=0)`, `threshold(0, 0)` and `maximum(x, 0)` are ReLU; other bounds make another activation."""
-    x = args[0] if args else kwargs["input"]
-    bounds = [*args[1:], *[v for k, v in kwargs.items() if k not in ("input", "inplace", "max")]]
-    upper = kwargs.get("max") if name == "clamp" and len(args) < 3 else (args[2] if name == "clamp" else None)
-    if name == "clamp" and len(args) > 2:
-        bounds = [args[1]]
-    bounds = [b for b in bounds if not isinstance(b, bool)]
-    if bounds and all(_is_zero(b) for b in bounds) and upper is None:
+    names = {
+        "clamp": "input min max", "clamp_min": "input min", "maximum": "input other",
+        "threshold": "input threshold value",
+    }  # fmt: skip
+    x, *bounds = bind(names[name], args, kwargs)
+    upper = bounds.pop() if name == "clamp" else None
+    if upper is None and all(_is_zero(bound) for bound in bounds):
         return relu(trace, "relu", in_place, func, (x,), {})
     if name == "maximum":
         return trace.ordinary(name, func, args, kwargs)
@@ -66,7 +66,7 @@ def _is_zero(value: Any) -> bool:
 @handles(
     "gelu", "silu", "mish", "hardswish", "leaky_relu", "elu", "celu", "selu", "prelu", "rrelu", "tanh", "sigmoid",
     "hardsigmoid", "hardtanh", "relu6", "softplus", "log_sigmoid", "logsigmoid", "hardshrink", "softshrink",
-    "tanhshrink", "softsign", "_prelu_kernel", "prelu_kernel",
+    "tanhshrink", "softsign", "prelu_kernel",
 )  # fmt: skip
 def activation(trace: Catcher, name: str, in_place: bool, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0] if args else kwargs["input"]
