@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import fasterisnet as fi
-from fasterisnet.data.mnist import Digits, load_digits
+from fasterisnet.data.mnist import Bias, Digits, load_digits
 
 EPOCHS, BATCH, RATE = {"standard": 4, "isnet": 12}, 64, 0.05
-TESTS = {"iid": "train", "ood": "none", "deceiving": "deceiving"}
+TESTS: dict[str, Bias] = {"iid": "train", "ood": "none", "deceiving": "deceiving"}
 
 
 def network() -> nn.Sequential:
@@ -37,6 +37,7 @@ def train(model: nn.Module, method, digits: Digits, masks: torch.Tensor, epochs:
     steps = epochs * -(-len(digits) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
     for epoch in range(epochs):
+        total = 0.0
         for chosen in torch.randperm(len(digits)).split(BATCH):
             parts = method.loss(model.train(), images[chosen], digits.labels[chosen], masks[chosen])
             optimizer.zero_grad()
@@ -44,7 +45,8 @@ def train(model: nn.Module, method, digits: Digits, masks: torch.Tensor, epochs:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        print(f"  epoch {epoch + 1} of {epochs}, loss {parts.total.item():.3f}, {time.perf_counter() - start:.0f} s")
+            total += parts.total.item() * len(chosen) / len(digits)
+        print(f"  epoch {epoch + 1} of {epochs}, loss {total:.3f}, {time.perf_counter() - start:.0f} s")
     return time.perf_counter() - start
 
 
@@ -68,7 +70,7 @@ def picture(models: dict[str, nn.Module], digits: Digits, path: Path) -> None:
             axis.imshow(heatmap, cmap="bwr", vmin=-bound, vmax=bound)
         row[0].set_ylabel(name)
     for axis in axes.flat:
-        axis.set_xticks([]), axis.set_yticks([])
+        axis.set(xticks=[], yticks=[])
     figure.suptitle("Where the evidence for the true digit lies: red for, blue against")
     figure.savefig(path, dpi=120)
 

@@ -1,5 +1,7 @@
 """The same as plain_loop.py with Lightning: `fi.Step` is a whole training step, also where it is distributed."""
 
+from typing import Any
+
 import lightning as L
 import torch
 from torch import nn
@@ -38,7 +40,7 @@ if __name__ == "__main__":
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*drawn(512)), batch_size=32, shuffle=True)
     method = fi.Stochastic(heatmap_weight=0.85, box=None)
     method.ranges = fi.calibrate(method, model, loader, epochs=1)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", max_epochs=10, gradient_clip_val=1.0, **quiet)
     trainer.fit(Classifier(model, method), loader)
     for name, lie in (("i.i.d.", 0), ("deceiving", 1)):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import fasterisnet as fi
 
-SIZE, CLASSES, BATCH, RATE, EPOCHS = 16, 4, 32, 0.05, 7
+SIZE, CLASSES, BATCH, RATE, EPOCHS = 16, 4, 32, 0.05, 11
 METHODS = {
     "Original": lambda: fi.Original(0.85, box=None),
     "Dual": lambda: fi.Dual(0.85, box=None),

@@ -37,7 +37,8 @@ def calibrate(
 
     loader: batches (images, labels, ...), gone through `epochs + 1` times. progress(epoch, step, loss) is called after
     every step. In a distributed run every process trains on its own batches and what they measured is merged exactly.
-    The model and the method are left as they are; give the result to the method as `ranges`.
+    The model and the method are left as they are; give the result to the method as `ranges`. Keep the learning rate
+    low: a classifier that grew certain on biased data saturates eta, and Selective would get a range far too small.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     model, method = copy.deepcopy(model).train(), copy.deepcopy(method)

@@ -202,14 +202,17 @@ class ISNet:
             return zero, zero, zero
         return self._terms_of(self._maps(trace, create_graph=torch.is_grad_enabled()), mask, include)
 
-    def _terms_of(self, maps: dict[str, Tensor], mask: Tensor, include: Tensor, which: slice | None = None) -> Terms:
+    def _terms_of(
+        self, maps: dict[str, Tensor], mask: Tensor, include: Tensor, group: tuple[slice, int] | None = None
+    ) -> Terms:
+        """`group`: these maps are only some (which, of how many)."""
         settings: dict[str, Any] = {
             "decay": self.decay, "w1": self.background_weight, "w2": self.foreground_weight, "e": self.e,
             "foreground": self.foreground,
         }  # fmt: skip
         losses = []
         for depth, m in maps.items():
-            c1, c2 = self._range(depth, m.shape[1], which)
+            c1, c2 = self._range(depth, *(group or (slice(None), m.shape[1])))
             if m.ndim != mask.ndim + 1:
                 raise InputError(
                     f"Layer '{depth}' returns {tuple(m.shape[2:])} a sample, which is not a map that a mask could be "
@@ -223,7 +226,8 @@ class ISNet:
         foreground = torch.stack([loss.foreground for loss in losses])
         return (shares * background).sum(), (shares * foreground).sum(), (shares * totals).sum()
 
-    def _range(self, depth: str, maps: int, which: slice | None) -> tuple[Sequence[float], Sequence[float]]:
+    def _range(self, depth: str, which: slice, total: int) -> tuple[Sequence[float], Sequence[float]]:
+        """C1 and C2 of some of the `total` maps at a depth."""
         if self.ranges is None:
             raise InputError(
                 f"{type(self).__name__} needs C1 and C2: ranges=fasterisnet.calibrate(method, model, loader), "
@@ -231,17 +235,16 @@ class ISNet:
             )
         if not isinstance(self.ranges, Ranges):
             c1, c2 = self.ranges
-            return [c1] * maps, [c2] * maps
+            return ([c1] * total)[which], ([c2] * total)[which]
         found: Range | None = self.ranges.depths.get(depth)
         if found is None:
             raise InputError(f"The calibration has no C1 and C2 for depth '{depth}'; calibrate again for these depths.")
-        c1, c2 = (found.c1, found.c2) if which is None else (found.c1[which], found.c2[which])
-        if len(c1) != maps:
+        if len(found.c1) != total:
             raise InputError(
                 f"The calibration has C1 and C2 for {len(found.c1)} maps at depth '{depth}', but {type(self).__name__} "
-                f"makes {maps} with this model; calibrate again with this method and model."
+                f"makes {total} with this model; calibrate again with this method and model."
             )
-        return c1, c2
+        return found.c1[which], found.c2[which]
 
     def _check_labels(self, logits: Tensor, labels: Tensor) -> None:
         if not self.multi_label and is_multi_label(logits, labels):

@@ -47,7 +47,7 @@ class Original(ISNet):
         for start in range(0, count, group):
             classes = range(start, min(start + group, count))
             maps = [relevance_maps(trace, table, Logit(c), create_graph=learning)["input"] for c in classes]
-            parts = self._terms_of({"input": torch.stack(maps, 1)}, mask, include, slice(start, classes.stop))
+            parts = self._terms_of({"input": torch.stack(maps, 1)}, mask, include, (slice(start, classes.stop), count))
             background, foreground, heatmap = (len(classes) / count * term for term in parts)
             heatmap = _settled(heatmap, parameters) if learning else heatmap
             terms.append(torch.stack([background.detach(), foreground.detach(), heatmap]))

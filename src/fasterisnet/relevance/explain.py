@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,22 @@ from fasterisnet.errors import InputError
 from fasterisnet.relevance import rules
 from fasterisnet.relevance.engine import Trace
 from fasterisnet.relevance.targets import AllLogits, Classes, Target, resolve
+
+
+@overload
+def explain(
+    model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: str | rules.RuleTable = ...,
+    epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: None = None, create_graph: bool = ...,
+    strict: bool = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def explain(
+    model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: str | rules.RuleTable = ...,
+    epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: Sequence[str], create_graph: bool = ...,
+    strict: bool = ...,
+) -> dict[str, Tensor]: ...  # fmt: skip
 
 
 def explain(

@@ -19,6 +19,8 @@ from fasterisnet.errors import InputError
 from fasterisnet.relevance.functions import Attenuate, ChannelScale, Quotient, SumShares
 from fasterisnet.relevance.operations import NATIVE, Activation, Linear, Norm, Operation, Share
 
+# What a stabiliser of zero becomes, so that 0/0 is 0.
+SMALLEST = 1e-12
 Rule = Callable[[Any, Tensor, Tensor | None, float], list[Share]]
 
 
@@ -42,10 +44,11 @@ class RuleTable:
         """The rule for this operation; a first layer inside a box takes zB, whatever the table says."""
         box = operation.state.box
         linear, norm = operation.unit
+        epsilon = max(self.epsilon, SMALLEST)
         if box is not None and linear is not None and linear.first:
-            return first_layer(operation, linear, norm, G, y, box, self.epsilon)
+            return first_layer(operation, linear, norm, G, y, box, epsilon)
         rule = self.rules.get(operation.kind)
-        return [(NATIVE, G)] if rule is None else rule(operation, G, y, self.epsilon)
+        return [(NATIVE, G)] if rule is None else rule(operation, G, y, epsilon)
 
 
 # --- epsilon: the corrected gradient of LRP-Flex -------------------------------------------------------------------
