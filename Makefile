@@ -43,7 +43,7 @@ test: lint  ## ruff, pyright and all tests
 lint: setup  ## ruff (lint and format) and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 
 format: setup  ## let ruff repair style and layout
 	$(BIN)/ruff check --fix
