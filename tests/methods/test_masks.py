@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import fasterisnet as fi
 from fasterisnet.errors import FasterISNetError
-from fasterisnet.losses import Range
+from fasterisnet.losses import Range, deep_supervision_loss, heatmap_loss, resize_masks
+from fasterisnet.targets import EtaOfLowest
 from methods.tester import (
     ALL,
     IDS,
@@ -73,15 +74,17 @@ def test_masks_as_lists_with_or_without_channel() -> None:
 
 
 def test_channels_with_masks_of_their_own() -> None:
-    """At a depth, any channel's foreground keeps a cell foreground, also where the size is that of the images."""
+    """At the input each channel has its own; at a depth (of any size) a cell is foreground if it is in any channel."""
     model, images, labels, masks = Tester.batch()
-    different = torch.cat([masks, masks.flip(2)], 1)
-    for depths in (["relu"], ["bn1"], ["layer1", "layer2"]):
-        model.relu = torch.nn.ReLU()
-        method = fi.Selective(ranges=(0.3, 0.6), deep_supervision=depths, box=None)
-        parts = method.loss(model, images, labels, different)
-        union = method.loss(model, images, labels, different.any(1, keepdim=True))
-        assert bool(torch.isfinite(parts.total)) and not torch.equal(parts.total, union.total)
+    different = torch.cat([torch.zeros_like(masks), masks], 1)
+    for depth in ("bn1", "layer1"):
+        method = fi.Selective(ranges=(0.3, 0.6), deep_supervision=[depth], box=None)
+        maps = fi.explain(model, images, EtaOfLowest(), layers=[depth])
+        assert isinstance(maps, dict)
+        small = resize_masks(masks, maps[depth].shape[2:])
+        cases = ((maps["input"], different), (maps[depth], small))
+        wanted = deep_supervision_loss([heatmap_loss(m.unsqueeze(1), mask, 0.3, 0.6).total for m, mask in cases])
+        torch.testing.assert_close(method.loss(model, images, labels, different).heatmap, wanted, rtol=1e-10, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Masks of size")

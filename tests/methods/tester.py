@@ -453,18 +453,19 @@ class Tester:
         assert 0.98 < float(found.norm() / wanted.norm()) < 1.02
 
     def check_float16(self) -> None:
-        """Relevance that would overflow in float16 stays finite, loss and gradients."""
+        """Weights and relevance beyond float16 (65,504): the ISNets compute as in float32. Standard is torch alone."""
         model, images, labels, masks = self.batch(torch.float32)
-        with torch.no_grad():
-            model.fc.weight.mul_(3e4)
-        method = self.independent(heatmap_weight=0.5, ranges=(1e4, 2e4))
+        if self.name != "Standard":
+            with torch.no_grad():
+                model.fc.weight.mul_(3e6)
+        method = self.independent(heatmap_weight=0.5, ranges=(1e6, 2e6))
+        full = method.loss(model, images, labels, masks)
         with torch.autocast("cpu", dtype=torch.float16):
             parts = method.loss(model, images, labels, masks)
         assert parts.total.dtype == torch.float32 and bool(torch.isfinite(parts.total)) and not parts.skipped
+        exact_to = 1e-2 if self.name == "Standard" else 1e-6
+        torch.testing.assert_close(parts.total, full.total, rtol=exact_to, atol=0)
         assert all(bool(g.isfinite().all()) for g in gradients(model, parts.total).values())
-        if self.name != "Standard":
-            full = method.loss(model, images, labels, masks)
-            torch.testing.assert_close(parts.heatmap, full.heatmap, rtol=1e-3, atol=0)
 
     def check_without_gradients(self) -> None:
         """A validation loss: the same number inside no_grad and inference_mode, and nothing to differentiate."""
