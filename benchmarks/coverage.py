@@ -73,9 +73,10 @@ def settle(model: nn.Module, images: Tensor) -> None:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
+        norm.train()
     if norms:
         with torch.no_grad():
-            model.train()(torch.cat([images] * 4) + 0.3 * torch.randn(4 * len(images), *images.shape[1:]))
+            model(torch.cat([images] * 4) + 0.3 * torch.randn(4 * len(images), *images.shape[1:]))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     model.eval()
@@ -111,7 +112,8 @@ def examine(library: str, name: str, build: Callable[[], nn.Module]) -> Row:
         return row
     row.ok, row.error = verdict.ok, verdict.second_order_error
     row.kept = f"{verdict.sums[0]:.2g} / {verdict.scores[0]:.2g}"
-    row.note = "; ".join(verdict.problems)
+    more = len(verdict.problems) - 1
+    row.note = "; ".join(verdict.problems[:1]) + (f" (and {more} more like it)" if more > 0 else "")
     return row
 
 
