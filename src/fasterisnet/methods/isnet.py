@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ def _depth_shares(losses: Tensor) -> Tensor:
     return torch.empty_like(losses).scatter_(0, losses.argsort(descending=True), ranked / ranked.sum())
 
 
-class ISNet:
+class ISNet(ABC):
     """`L = (1-P) L_C + P L_LRP`, with maps chosen by the variant.
 
     heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP. background_weight,
@@ -108,9 +109,9 @@ class ISNet:
 
     # --- what a variant decides ------------------------------------------------------------------------------------
 
+    @abstractmethod
     def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
         """The maps of this variant: (rule, what is explained)."""
-        raise NotImplementedError(f"{type(self).__name__} has to say which maps it wants.")
 
     # --- the loss --------------------------------------------------------------------------------------------------
 

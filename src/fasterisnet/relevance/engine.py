@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import FasterISNetError, InputError, RuleError
 from fasterisnet.relevance.catching import Catcher
-from fasterisnet.relevance.operations import Linear
+from fasterisnet.relevance.linear_operations import Linear
 from fasterisnet.relevance.rules import RuleTable
 from fasterisnet.relevance.tags import Capture
 

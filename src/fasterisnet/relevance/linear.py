@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fasterisnet.relevance.catalogue import HANDLERS, bind, handles
 from fasterisnet.relevance.elementwise import product_of_activations, units_with
 from fasterisnet.relevance.functions import ConvolutionSettings
-from fasterisnet.relevance.operations import Contraction, Convolution, Linear, Norm, Product
+from fasterisnet.relevance.linear_operations import Contraction, Convolution, Linear, Product
+from fasterisnet.relevance.operations import Norm
 
 if TYPE_CHECKING:
     from fasterisnet.relevance.catching import Catcher

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 from fasterisnet.relevance.functions import Attenuate, ChannelScale, Quotient, SumShares
-from fasterisnet.relevance.operations import NATIVE, Activation, Linear, Norm, Operation, Share
+from fasterisnet.relevance.linear_operations import Linear
+from fasterisnet.relevance.operations import NATIVE, Activation, Norm, Operation, Share
 
 # What a stabiliser of zero becomes, so that 0/0 is 0.
 SMALLEST = 1e-12
