@@ -1,6 +1,6 @@
 """What a training step with heatmaps costs, in plain training steps of the same network.
 
-    python benchmarks/step_cost.py [--rounds 5] [--backbones resnet18,resnet50] [--channels-last] [--rows ...]
+    python benchmarks/step_cost.py [--rounds 5] [--backbones resnet18,resnet50] [--channels-last] [--rows NAME NAME ...]
 
 All kinds of step run in one process, interleaved; the table shows medians of time as ratios to the plain step, and the
 growth of resident memory in one step, measured in a process of its own. Freed memory is kept by the process
@@ -184,13 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backbones", default=",".join(BACKBONES))
-    parser.add_argument("--rows", default=",".join(STEPS), help="kinds of step, separated by commas")
+    parser.add_argument("--rows", nargs="+", default=list(STEPS), choices=list(STEPS), metavar="NAME")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     fi.keep_memory()
-    steps = {kind: STEPS[kind] for kind in STEPS if kind in options.rows.split(",")}
+    steps = {kind: STEPS[kind] for kind in STEPS if kind in options.rows}
     print(
         f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {torch.get_num_threads()} threads, "
         f"median of {options.rounds} rounds, {'channels last' if options.channels_last else 'contiguous'}"

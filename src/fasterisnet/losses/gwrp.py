@@ -26,24 +26,25 @@ def full_precision(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Co
 
 
 @full_precision
-def gwrp(values: Tensor, decay: float, start_dim: int = -1) -> Tensor:
+def gwrp(values: Tensor, decay: float, start_dim: int = -1, *, size: int | None = None) -> Tensor:
     """Pool all dimensions from `start_dim` on: `sum_i d^i v_(i) / sum_i d^i` with `v_(0) >= v_(1) >= ...`.
 
     `decay` d = 1 is the mean, d = 0 the maximum. Ranks whose weight is below float precision are not sorted, which
-    changes the result by less than one rounding of the largest value.
+    changes the result by less than one rounding of the largest value. `size`: how many values there are in all, if
+    zeros that rank last were left out.
     """
     if not 0 <= decay <= 1:
         raise InputError(f"The GWRP decay d must lie between 0 (maximum) and 1 (mean), but it is {decay}.")
     values = values.flatten(start_dim)
-    n = values.shape[-1]
-    if n == 0:
+    given = values.shape[-1]
+    if given == 0:
         raise InputError(f"GWRP needs at least one value to pool, but the values have shape {tuple(values.shape)}.")
     if decay == 1:
-        return values.mean(-1)
+        return values.sum(-1) / (size or given)
     if decay == 0:
         return values.amax(-1)
-    ranked = values.topk(_ranks_that_count(n, decay, values.dtype)).values
-    return (ranked * _weights(n, decay, ranked)).sum(-1)
+    ranked = values.topk(_ranks_that_count(given, decay, values.dtype)).values
+    return (ranked * _weights(size or given, decay, ranked)).sum(-1)
 
 
 def _ranks_that_count(n: int, decay: float, dtype: torch.dtype) -> int:

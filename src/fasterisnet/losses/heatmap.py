@@ -68,8 +68,9 @@ def heatmap_loss(
                 f"`include` must hold one bool for each of the {heatmaps.shape[0]} samples, "
                 f"but it is {include.dtype} of shape {tuple(include.shape)}; `has_foreground(masks)` makes one."
             )
-        include = include.to(heatmaps.device)
-        heatmaps, mask = heatmaps[include], mask[include]
+        if not bool(include.all()):
+            include = include.to(heatmaps.device)
+            heatmaps, mask = heatmaps[include], mask[include]
     absolute = heatmaps.abs()
     s = _foreground_relevance(absolute, mask)
     l1 = _background(absolute, mask, s, decay, e).mean(1)
@@ -222,9 +223,19 @@ def _background(absolute: Tensor, mask: Tensor, s: Tensor, decay: float, e: floa
         raise InputError(f"E in the background loss must be positive, but it is {e}.")
     channels_per_mask = absolute.shape[2] // mask.shape[2]
     m = s / (channels_per_mask * mask.flatten(1).sum(-1, keepdim=True) + EPSILON)
-    x = gwrp(absolute * (1 - mask), decay, start_dim=3) / (m + EPSILON).unsqueeze(-1)
+    x = _pooled_background(absolute.flatten(3), mask.flatten(3) == 0, decay) / (m + EPSILON).unsqueeze(-1)
     cap = -math.log(1 - torch.tensor(1 - 1e-7, dtype=x.dtype).item())
     return torch.log1p(x / e).clamp(max=cap).mean(-1)
+
+
+def _pooled_background(absolute: Tensor, outside: Tensor, decay: float) -> Tensor:
+    """GWRP of `|R|` outside the mask per (sample, map, channel); what lies inside counts as zero and is not ranked."""
+    n = absolute.shape[-1]
+    kept = int(outside.sum(-1).max()) if outside.shape[2] == 1 and len(outside) else n
+    if 0 < kept < 0.9 * n:
+        outside, where = outside.to(torch.uint8).topk(kept)
+        absolute = absolute.gather(-1, where.expand(*absolute.shape[:-1], kept))
+    return gwrp(absolute * outside, decay, size=n)
 
 
 def _foreground(s: Tensor, c1: Bound, c2: Bound, foreground: Foreground) -> Tensor:
