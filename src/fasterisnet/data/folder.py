@@ -1,0 +1,451 @@
+"""Images with masks from a folder or a CSV manifest.
+
+A folder:    DIR/<split>/<class>/name.png (any image format); its mask DIR/masks/<split>/<class>/name.png, or its boxes
+             DIR/boxes/<split>/<class>/name.xml (Pascal VOC). Every folder in DIR but those two is a split.
+A manifest:  a CSV with the columns image, split and label; or, for several labels an image, a column `label:NAME` with
+             0 or 1 for each class. Optional: mask (path, may be empty), group or patient, and x, y, w, h (a box). Paths
+             are relative to the CSV. Rows with an empty split are left out; rows that repeat an image add their box.
+             It may lie in DIR as `manifest.csv` (or `index.csv`), and is used instead of the folders then.
+Boxes:       a COCO file (DIR/annotations.json, or any other that is named) gives boxes to images without mask, by
+             `file_name`: a path relative to DIR or the end of one. Boxes named like the class of the image count; if
+             there are none, all do.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fasterisnet.data.base import BadImageError, Label, Reading, Samples, Source
+from fasterisnet.data.boxes import Box, boxes_of, boxes_to_mask, opencv, read_coco, read_voc, refine
+from fasterisnet.data.decoding import is_image_name, read_image, read_mask, readable
+from fasterisnet.errors import InputError
+
+MASKS, BOXES = "masks", "boxes"
+MANIFESTS = ("manifest.csv", "index.csv")
+LABEL_PREFIX = "label:"
+LAYOUT = "expected DIR/<split>/<class>/image.png with DIR/masks/<split>/<class>/image.png, or DIR/manifest.csv"
+NO_TRAIN = "no train split"
+
+AnyPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a manifest are called; group: None for `group` or `patient`, whichever there is."""
+
+    label: str = "label"
+    split: str = "split"
+    group: str | None = None
+
+
+class Record(NamedTuple):
+    """One image as listed: the names of its classes (one, unless the task is multi-label) and its files."""
+
+    image: str
+    split: str
+    labels: tuple[str, ...]
+    mask: str | None = None
+    boxes: tuple[Box, ...] = ()
+    group: str | None = None
+
+
+class Finding(NamedTuple):
+    """Something wrong with the data: its kind (all are in `check.KINDS`) and a message that starts with a path."""
+
+    kind: str
+    message: str
+
+
+@dataclass
+class Listing:
+    """What a data set holds, before anything is decoded; `broken` keeps it from being opened, `odd` does not."""
+
+    root: str
+    classes: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    multi_label: bool = False
+    from_folders: bool = False
+    broken: list[Finding] = field(default_factory=list)
+    odd: list[Finding] = field(default_factory=list)
+
+    @property
+    def splits(self) -> list[str]:
+        """Their names: train, val, then the tests."""
+        return sorted({r.split for r in self.records}, key=lambda name: (name != "train", name != "val", name))
+
+
+class FolderSamples:
+    """One split of files, decoded when asked for. Holds plain lists, so worker processes can have a copy."""
+
+    def __init__(self, records: Sequence[Record], labels: Sequence[Label], *, refine_boxes: bool = False) -> None:
+        self.records, self.labels, self.refine_boxes = list(records), list(labels), refine_boxes
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, index: int) -> Reading:
+        """The sample as it is stored; boxes come as a mask."""
+        record = self.records[index]
+        image = read_image(record.image)
+        return Reading(image, self._mask(record, image), self.labels[index])
+
+    def _mask(self, record: Record, image: Tensor) -> Tensor | None:
+        if record.mask is not None:
+            mask = read_mask(record.mask)
+            if mask.shape[1:] != image.shape[1:]:
+                raise BadImageError(
+                    f"{size_mismatch(record, image, mask)}; make the mask anew in the size of the image."
+                )
+            return mask
+        if not record.boxes:
+            return None
+        try:
+            mask = boxes_to_mask(record.boxes, *image.shape[1:])
+        except InputError as error:
+            raise BadImageError(f"{readable(record.image)}: {error}") from error
+        return refine(image, mask) if self.refine_boxes else mask
+
+    def label(self, index: int) -> Label:
+        """Its label."""
+        return self.labels[index]
+
+    def name(self, index: int) -> str:
+        """The path of its image."""
+        return readable(self.records[index].image)
+
+    def group(self, index: int) -> str | None:
+        """Whom it belongs to."""
+        return self.records[index].group
+
+
+def size_mismatch(record: Record, image: Tensor, mask: Tensor) -> str:
+    """What to say of a mask that is not as large as its image."""
+    sizes = [f"{picture.shape[2]} x {picture.shape[1]}" for picture in (mask, image)]
+    return f"{readable(record.mask or '')}: the mask is {sizes[0]}, but {readable(record.image)} is {sizes[1]}"
+
+
+def open_folder(
+    path: AnyPath,
+    *,
+    classes: Sequence[str] | None = None,
+    columns: Columns | None = None,
+    boxes: AnyPath | None = None,
+    refine_boxes: bool = False,
+) -> Source:
+    """A data set from a folder or a manifest, as described above.
+
+    classes: those of a trained model, in its order; then no train split is needed. boxes: a COCO file. refine_boxes:
+    tighten boxes by GrabCut, each time an image is read (tenths of a second; needs OpenCV).
+    """
+    return _source(list_data(path, columns=columns, boxes=boxes), classes, refine_boxes)
+
+
+def open_manifest(
+    path: AnyPath,
+    *,
+    classes: Sequence[str] | None = None,
+    columns: Columns | None = None,
+    boxes: AnyPath | None = None,
+    refine_boxes: bool = False,
+) -> Source:
+    """A data set from a CSV manifest; the options are those of `open_folder`."""
+    return _source(list_manifest(path, columns=columns, boxes=boxes), classes, refine_boxes)
+
+
+def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool) -> Source:
+    """The listing as a data set, if nothing keeps it from being one."""
+    broken = [finding for finding in listing.broken if classes is None or finding.kind != NO_TRAIN]
+    if broken:
+        more = f" There are {len(broken) - 1} more problems; `fasterisnet data check` lists all." if broken[1:] else ""
+        raise InputError(f"{broken[0].message}.{more}")
+    names = listing.classes if classes is None else list(classes)
+    differing = set(names) ^ set(listing.classes) if listing.multi_label else set(listing.classes) - set(names)
+    if differing:
+        raise InputError(
+            f"{readable(listing.root)}: the data has the classes {', '.join(listing.classes)}; wanted are "
+            f"{', '.join(names)}. They differ in {', '.join(sorted(differing))}."
+        )
+    if refine_boxes:
+        opencv()
+    place = {name: i for i, name in enumerate(names)}
+    splits: dict[str, Samples] = {}
+    for split in listing.splits:
+        records = [record for record in listing.records if record.split == split]
+        labels: list[Label] = [
+            tuple(float(name in record.labels) for name in names) if listing.multi_label else place[record.labels[0]]
+            for record in records
+        ]
+        splits[split] = FolderSamples(records, labels, refine_boxes=refine_boxes)
+    return Source(names, splits, listing.multi_label)
+
+
+def list_data(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPath | None = None) -> Listing:
+    """What a folder, a manifest in it, or a CSV file lists."""
+    if not os.path.exists(path):
+        raise InputError(f"{readable(path)}: there is no such folder or file; {LAYOUT}.")
+    if not os.path.isdir(path):
+        return list_manifest(path, columns=columns, boxes=boxes)
+    default = os.path.join(path, "annotations.json")
+    boxes = default if boxes is None and os.path.isfile(default) else boxes
+    for name in MANIFESTS:
+        manifest = os.path.join(path, name)
+        if os.path.isfile(manifest) and (name == MANIFESTS[0] or _is_manifest(manifest, columns or Columns())):
+            return list_manifest(manifest, columns=columns, boxes=boxes)
+    return list_folder(path, boxes=boxes)
+
+
+def list_folder(path: AnyPath, *, boxes: AnyPath | None = None) -> Listing:
+    """The images of DIR/<split>/<class>, each with the mask or boxes of its name."""
+    listing = Listing(os.fspath(path), from_folders=True)
+    splits = [
+        entry for entry in _visible(listing, listing.root) if _is_folder(entry) and entry.name not in (MASKS, BOXES)
+    ]
+    if not splits:
+        raise InputError(f"{readable(path)}: has no folder for a split; {LAYOUT}.")
+    for split in splits:
+        before = len(listing.records)
+        for entry in _visible(listing, split.path):
+            if _is_folder(entry):
+                _list_class(listing, split.name, entry.name)
+            elif is_image_name(entry.name):
+                listing.odd.append(Finding("stray", f"{readable(entry.path)}: is not in the folder of a class"))
+        if len(listing.records) == before:
+            message = f"{readable(split.path)}: holds no class with images; {LAYOUT}; if it is no split, move it away"
+            listing.broken.append(Finding("layout", message))
+    return _completed(listing, {name for record in listing.records for name in record.labels}, boxes)
+
+
+def _list_class(listing: Listing, split: str, name: str) -> None:
+    """The images of one class in one split."""
+    masks = _by_stem(listing, os.path.join(listing.root, MASKS, split, name), is_image_name)
+    boxes = _by_stem(
+        listing, os.path.join(listing.root, BOXES, split, name), lambda file: file.lower().endswith(".xml")
+    )
+    folder = os.path.join(listing.root, split, name)
+    before = len(listing.records)
+    for entry in _visible(listing, folder):
+        if _is_folder(entry):
+            listing.odd.append(Finding("stray", f"{readable(entry.path)}: is a folder inside a class"))
+        elif not is_image_name(entry.name):
+            listing.odd.append(Finding("stray", f"{readable(entry.path)}: is not named like an image"))
+        else:
+            stem = os.path.splitext(entry.name)[0]
+            found: tuple[Box, ...] = ()
+            if stem in boxes and stem not in masks:
+                try:
+                    found = boxes_of(read_voc(boxes[stem]), (name,))
+                except InputError as error:
+                    listing.broken.append(Finding("box file", str(error).removesuffix(".")))
+            listing.records.append(Record(entry.path, split, (name,), masks.get(stem), found))
+    if len(listing.records) == before:
+        listing.odd.append(Finding("stray", f"{readable(folder)}: holds no image"))
+
+
+def _by_stem(listing: Listing, folder: str, wanted: Callable[[str], bool]) -> dict[str, str]:
+    """Files by name without suffix; of two with the same, the PNG, else the first."""
+    if not os.path.isdir(folder):
+        return {}
+    files = [entry for entry in _visible(listing, folder) if wanted(entry.name) and not _is_folder(entry)]
+    files.sort(key=lambda entry: (not entry.name.lower().endswith(".png"), entry.name), reverse=True)
+    return {os.path.splitext(entry.name)[0]: entry.path for entry in files}
+
+
+def _visible(listing: Listing, folder: str) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name, but nothing hidden."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        listing.broken.append(Finding("layout", f"{readable(folder)}: cannot be listed ({error.strerror})"))
+        return []
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Also true for a link to a folder; a link that leads nowhere is none, but no error either."""
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+
+
+def _completed(listing: Listing, classes: set[str], boxes: AnyPath | None) -> Listing:
+    """With the boxes of a COCO file, and with what is wrong with the names of classes and splits."""
+    listing.classes = sorted(classes)
+    for name in (*listing.classes, *listing.splits):
+        if name.encode("utf-8", "replace").decode() != name:
+            listing.broken.append(Finding("layout", f"{readable(name)}: the name of the class or split is not UTF-8"))
+    if listing.records and "train" not in listing.splits:
+        there = ", ".join(map(readable, listing.splits))
+        listing.broken.append(Finding(NO_TRAIN, f"{readable(listing.root)}: has no split 'train', only: {there}"))
+    if boxes is not None:
+        _add_boxes(listing, boxes)
+    return listing
+
+
+def _add_boxes(listing: Listing, path: AnyPath) -> None:
+    """Boxes of a COCO file for the images that have neither mask nor box."""
+    try:
+        found = {os.path.normpath(name): boxes for name, boxes in read_coco(path).items()}
+    except InputError as error:
+        listing.broken.append(Finding("box file", str(error).removesuffix(".")))
+        return
+    taken: dict[str, str] = {}
+    for i, record in enumerate(listing.records):
+        parts = Path(os.path.relpath(record.image, listing.root)).parts
+        name = next((end for k in range(len(parts)) if (end := os.path.join(*parts[k:])) in found), None)
+        if name is None:
+            continue
+        if taken.setdefault(name, record.image) != record.image:
+            both = f"{readable(taken[name])} and {readable(record.image)}"
+            listing.broken.append(
+                Finding("box file", f"{readable(path)}: '{readable(name)}' fits {both}; use longer names")
+            )
+        if record.mask is None and not record.boxes:
+            listing.records[i] = record._replace(boxes=boxes_of(found[name], record.labels))
+    for name in sorted(found.keys() - taken.keys()):
+        listing.odd.append(Finding("mask without image", f"{readable(path)}: there is no image '{readable(name)}'"))
+
+
+def list_manifest(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPath | None = None) -> Listing:
+    """The images a CSV names."""
+    table = _Table(path, columns or Columns())
+    listing = Listing(os.path.dirname(path) or ".", multi_label=bool(table.classes))
+    with_boxes: dict[tuple[object, ...], int] = {}
+    for line, cells in table.rows():
+        try:
+            record = table.record(cells, listing.root)
+        except _RowError as error:
+            finding = Finding(error.kind, f"{readable(path)}, line {line}: {error}")
+            (listing.odd if error.kind == "no split" else listing.broken).append(finding)
+            continue
+        key = (record.image, record.split, record.labels, record.group)
+        if record.boxes and key in with_boxes:
+            earlier = listing.records[with_boxes[key]]
+            listing.records[with_boxes[key]] = earlier._replace(boxes=earlier.boxes + record.boxes)
+            continue
+        if record.boxes:
+            with_boxes[key] = len(listing.records)
+        listing.records.append(record)
+    if not listing.records and not listing.broken:
+        raise InputError(f"{readable(path)}: names no image of any split.")
+    return _completed(listing, set(table.classes) or {n for record in listing.records for n in record.labels}, boxes)
+
+
+def _is_manifest(path: str, columns: Columns) -> bool:
+    """An `index.csv` may be about anything."""
+    try:
+        _Table(path, columns)
+    except InputError:
+        return False
+    return True
+
+
+class _RowError(InputError):
+    """A row of a manifest that cannot be used."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class _Table:
+    """A CSV whose columns are understood; commas, semicolons or tabs separate them, as its first line shows."""
+
+    def __init__(self, path: AnyPath, columns: Columns) -> None:
+        self.path = path
+        try:
+            text = Path(path).read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise InputError(f"{readable(path)}: cannot be read ({error.strerror}).") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{readable(path)}: is not text in UTF-8 ({error}); save it as such.") from error
+        separator = max(",;\t", key=text.partition("\n")[0].count)
+        self.reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        header = [cell.strip() for cell in next(self.rows(), (1, []))[1]]
+        self.width = len(header)
+        self.place = {name.lower(): i for i, name in enumerate(header) if name}
+        self.classes = {
+            name[len(LABEL_PREFIX) :].strip(): i
+            for i, name in enumerate(header)
+            if name.lower().startswith(LABEL_PREFIX)
+        }
+        self.label, self.split = columns.label.lower(), columns.split.lower()
+        self.group = (columns.group or next((n for n in ("group", "patient") if n in self.place), "")).lower()
+        self._check(header)
+
+    def _check(self, header: list[str]) -> None:
+        needed = ["image", self.split, *([self.group] if self.group else []), *([] if self.classes else [self.label])]
+        missing = [f"'{name}'" for name in needed if name not in self.place]
+        if missing:
+            raise InputError(
+                f"{readable(self.path)}: lacks the column {' and '.join(missing)}. A manifest has image, split, label "
+                f"(or one '{LABEL_PREFIX}NAME' for each class) and, if wanted, mask, group, x, y, w, h; this one has "
+                f"{readable(', '.join(header))[:200] or 'none'}."
+            )
+        if self.classes and self.label in self.place:
+            raise InputError(
+                f"{readable(self.path)}: has the column '{self.label}' and columns '{LABEL_PREFIX}NAME'; keep one kind."
+            )
+        if len(self.place) < sum(map(bool, header)):
+            raise InputError(f"{readable(self.path)}: two columns have the same name; rename one.")
+
+    def rows(self) -> Iterator[tuple[int, list[str]]]:
+        """The rows that are not empty, with their line; the header is the first."""
+        try:
+            for cells in self.reader:
+                if any(cell.strip() for cell in cells):
+                    yield self.reader.line_num, cells
+        except csv.Error as error:
+            raise InputError(f"{readable(self.path)}, line {self.reader.line_num}: is not CSV ({error}).") from error
+
+    def record(self, cells: list[str], root: str) -> Record:
+        """What a row says."""
+        if len(cells) > self.width:
+            raise _RowError("row", f"has {len(cells)} cells, but there are {self.width} columns; quote commas")
+        cells = [cell.strip() for cell in cells] + [""] * (self.width - len(cells))
+        values = {name: cells[i] for name, i in self.place.items()}
+        if not values["image"]:
+            raise _RowError("row", "names no image")
+        if not values[self.split]:
+            raise _RowError("no split", readable(values["image"]))
+        mask = os.path.join(root, values["mask"]) if values.get("mask") else None
+        return Record(
+            image=os.path.join(root, values["image"]),
+            split=values[self.split],
+            labels=self._labels(values, cells),
+            mask=mask,
+            boxes=() if mask else _box([values.get(name, "") for name in ("x", "y", "w", "h")]),
+            group=values.get(self.group) or None,
+        )
+
+    def _labels(self, values: dict[str, str], cells: list[str]) -> tuple[str, ...]:
+        if not self.classes:
+            if not values[self.label]:
+                raise _RowError("label", "has no label")
+            return (values[self.label],)
+        for name, i in self.classes.items():
+            if _number(cells[i]) not in (0, 1):
+                raise _RowError("label", f"has '{readable(cells[i]):.40}' for '{readable(name)}' instead of 0 or 1")
+        return tuple(name for name, i in self.classes.items() if _number(cells[i]) == 1)
+
+
+def _box(cells: list[str]) -> tuple[Box, ...]:
+    if not any(cells):
+        return ()
+    numbers = [number for cell in cells if (number := _number(cell)) is not None]
+    if len(numbers) < len(cells):
+        raise _RowError("row", f"needs a number for each of x, y, w, h, not '{readable(', '.join(cells)):.60}'")
+    x, y, width, height = numbers
+    return (Box(x, y, width, height),)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
