@@ -1,0 +1,249 @@
+"""Pictures: heatmaps over images, accuracies over epochs, the curve of the foreground loss.
+
+matplotlib is imported only when a figure is made, and without its global state (no pyplot).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fasterisnet.errors import InputError
+from fasterisnet.losses import foreground_loss, prepare_masks
+from fasterisnet.writing import replacing
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
+POSITIVE, NEGATIVE, OUTLINE = (0.86, 0.08, 0.10), (0.10, 0.25, 0.90), (0.05, 0.60, 0.20)
+LEGIBLE = 224  # pixels; smaller pictures are enlarged, every pixel a square
+PALEST = 0.55  # black of the image under a heatmap, so that colours show on it
+GAMMA = 0.7  # below 1: weak relevance shows too
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+LUMA = (0.299, 0.587, 0.114)
+
+
+def overlay(image: Tensor, heatmap: Tensor, mask: Tensor | None = None, *, bound: float | None = None) -> Tensor:
+    """The map over the image in grey, uint8 (3, height, width): red for, blue against, the mask outlined in green.
+
+    image: (channel, height, width), in [0, 1] or else stretched to it. heatmap: the same, or (height, width). bound:
+    relevance drawn in full colour, by default that of the strongest 0.1 % of the pixels. Tiny images are enlarged.
+    """
+    pixels = _pixels(heatmap)
+    if tuple(pixels.shape) != tuple(image.shape[-2:]):
+        raise InputError(f"A map of {tuple(heatmap.shape)} cannot be laid over an image of {tuple(image.shape)}.")
+    largest = _strongest(pixels) if bound is None else bound
+    grey = _enlarged((_rgb(image) * torch.tensor(LUMA).view(3, 1, 1)).sum(0, keepdim=True))
+    strength = _enlarged((pixels / largest if largest > 0 else pixels).unsqueeze(0))
+    picture = _coloured(grey, strength)
+    if mask is not None:
+        picture = torch.where(_outline(_enlarged(_one_mask(mask, image))), torch.tensor(OUTLINE).view(3, 1, 1), picture)
+    return _bytes(picture)
+
+
+def heatmap_figure(
+    images: Tensor,
+    maps: Mapping[str, Tensor],
+    masks: Tensor | None = None,
+    *,
+    titles: Sequence[str] | None = None,
+    layout: Literal["rows", "columns"] = "rows",
+    bound: float | None = None,
+) -> Figure:
+    """Every image beside its maps, one for each name in `maps`; an image is a row, or a column.
+
+    titles: one for each image. bound: the relevance in full colour everywhere; by default each map has its own.
+    """
+    _check(images, maps, titles)
+    outlined = None if masks is None else prepare_masks(masks, images.shape[2:])
+    pictures = [
+        [_with_outline(image, None if outlined is None else outlined[i])]
+        + [overlay(image, m[i], None if outlined is None else outlined[i], bound=bound) for m in maps.values()]
+        for i, image in enumerate(images)
+    ]
+    across = layout == "rows"
+    rows, columns = (len(images), 1 + len(maps)) if across else (1 + len(maps), len(images))
+    aspect = images.shape[2] / images.shape[3]
+    heading = titles[0].count("\n") + 1 if titles is not None and rows == 1 else 0
+    figure = _figure(1.75 * columns + 1.4, 1.75 * aspect * rows + 0.35 + 0.2 * heading)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for i, line in enumerate(pictures):
+        for j, picture in enumerate(line):
+            axes[(i, j) if across else (j, i)].imshow(picture.permute(1, 2, 0).numpy(), interpolation="nearest")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_color("0.6")
+    of_images = list(titles) if titles is not None else [""] * len(images)
+    of_pictures = ["image", *maps]
+    if across and len(images) == 1:  # room for a long title
+        figure.suptitle(of_images[0], fontsize=10)
+        of_images = [""]
+    _name(axes, of_pictures if across else of_images, of_images if across else of_pictures)
+    _colour_bar(figure, axes, bound)
+    return figure
+
+
+def accuracy_figure(history: Mapping[str, Sequence[float | None]]) -> Figure:
+    """Accuracy on every test (0 to 1) after each epoch; None where a test was not made."""
+    figure = _figure(6.4, 3.8)
+    from matplotlib.ticker import MaxNLocator
+
+    axis = figure.subplots()
+    for position, (name, values) in enumerate(history.items()):
+        points = [(epoch, 100 * v) for epoch, v in enumerate(values, start=1) if v is not None and math.isfinite(v)]
+        colour, style = LINES[position % len(LINES)], ("-", "--", ":")[position // len(LINES) % 3]
+        last = f" ({points[-1][1]:.1f})" if points else ""
+        axis.plot(*_columns(points), style, color=colour, marker="o", markersize=3, label=name + last)
+    axis.set(xlabel="epoch", ylabel="accuracy, %", ylim=(0, 102))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)
+    if history:
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return figure
+
+
+def curve_of_f(c1: float, c2: float) -> Figure:
+    """f(s), the foreground loss over the relevance in the foreground: nothing between C1 and C2."""
+    s = torch.linspace(0, c2 + 2.5 * c1, 800, dtype=torch.float64)
+    loss = foreground_loss(s.view(-1, 1, 1, 1), torch.ones(len(s), 1, 1), c1, c2)[:, 0]
+    figure = _figure(6.4, 3.6)
+    axis = figure.subplots()
+    axis.axvspan(c1, c2, color=LINES[2], alpha=0.12, label="the plain classifier's range: no loss")
+    axis.plot(s.numpy(), loss.numpy(), color=LINES[0], linewidth=2, label="f(s)")
+    axis.set_xticks([0, c1, c2, c2 + c1], ["0", f"C1\n{c1:.3g}", f"C2\n{c2:.3g}", f"C2+C1\n{c2 + c1:.3g}"])
+    axis.set(xlabel="relevance in the foreground, s", ylabel="loss", xlim=(0, float(s[-1])), ylim=(0, None))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="upper center")
+    return figure
+
+
+def save_figure(figure: Figure, path: str | Path, *, dpi: int = 150) -> None:
+    """Writes the figure in the format of the path's ending (png, pdf, svg, ...), whole or not at all."""
+    known = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.lstrip(".").lower() not in known:
+        raise InputError(f"{path}: a figure can be saved as {', '.join(sorted(known))}; give the file such an ending.")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=dpi)
+
+
+# --- pixels ---------------------------------------------------------------------------------------------------------
+
+
+def _coloured(grey: Tensor, strength: Tensor) -> Tensor:
+    """Red or blue over a pale grey, the more the stronger; (3, height, width)."""
+    pale = PALEST + (1 - PALEST) * grey
+    opacity = strength.abs().clamp(max=1) ** GAMMA
+    colour = torch.where(strength > 0, *(torch.tensor(rgb).view(3, 1, 1) for rgb in (POSITIVE, NEGATIVE)))
+    return pale * (1 - opacity) + colour * opacity
+
+
+def _strongest(pixels: Tensor) -> float:
+    """What the strongest 0.1 % of the pixels reach (one pixel, if tiny): one of them shall not make the others pale."""
+    absolute = pixels.abs().flatten()
+    count = max(1, len(absolute) // 1000)
+    return float(absolute.topk(count).values[-1]) or float(absolute.max())
+
+
+def _pixels(heatmap: Tensor) -> Tensor:
+    """Relevance of each pixel: its channels together."""
+    found = heatmap.detach().float().cpu()
+    found = found.sum(0) if found.ndim == 3 else found
+    if found.ndim != 2 or not bool(found.isfinite().all()):
+        wrong = "not finite" if found.ndim == 2 else f"of shape {tuple(heatmap.shape)}"
+        raise InputError(f"A heatmap is {wrong}; it has to be finite, (channel, height, width) or (height, width).")
+    return found
+
+
+def _rgb(image: Tensor) -> Tensor:
+    if image.ndim != 3 or image.shape[0] not in (1, 3):
+        raise InputError(f"An image has shape {tuple(image.shape)}; it has to be (1 or 3 channels, height, width).")
+    values = image.detach().float().cpu() / (255 if image.dtype == torch.uint8 else 1)
+    low, high = float(values.min()), float(values.max())
+    if low < -1e-3 or high > 1 + 1e-3:
+        values = (values - low) / max(high - low, 1e-12)
+    return values.clamp(0, 1).expand(3, -1, -1)
+
+
+def _enlarged(picture: Tensor) -> Tensor:
+    factor = max(1, round(LEGIBLE / max(picture.shape[-2:])))
+    return picture.repeat_interleave(factor, -2).repeat_interleave(factor, -1)
+
+
+def _one_mask(mask: Tensor, image: Tensor) -> Tensor:
+    masks = prepare_masks(mask.detach().cpu().unsqueeze(0), image.shape[-2:])
+    return masks[0].any(0, keepdim=True)
+
+
+def _outline(mask: Tensor) -> Tensor:
+    """The pixels just outside the mask."""
+    width = max(1, max(mask.shape[-2:]) // 110)
+    grown = F.max_pool2d(mask.float(), 2 * width + 1, stride=1, padding=width)
+    return (grown > 0) & ~mask
+
+
+def _with_outline(image: Tensor, mask: Tensor | None) -> Tensor:
+    picture = _enlarged(_rgb(image))
+    if mask is not None:
+        picture = torch.where(_outline(_enlarged(_one_mask(mask, image))), torch.tensor(OUTLINE).view(3, 1, 1), picture)
+    return _bytes(picture)
+
+
+def _bytes(picture: Tensor) -> Tensor:
+    return (picture.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+# --- matplotlib -----------------------------------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("Figures need the package matplotlib: pip install 'fasterisnet[train]'.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _name(axes: np.ndarray, top: Sequence[str], left: Sequence[str]) -> None:
+    for axis, text in zip(axes[0], top, strict=True):
+        axis.set_title(text, fontsize=10)
+    for row, text in zip(axes, left, strict=True):
+        row[0].set_ylabel(text, fontsize=10)
+
+
+def _colour_bar(figure: Figure, axes: np.ndarray, bound: float | None) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+
+    scale = torch.linspace(-1, 1, 257).view(1, 1, -1)
+    colours = ListedColormap(_coloured(torch.full_like(scale, 0.5), scale)[:, 0].T.numpy())
+    reach = 1.0 if bound is None else bound
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(-reach, reach), colours), ax=axes.ravel().tolist(), shrink=0.8, aspect=30
+    )
+    bar.set_ticks([-reach, 0, reach], labels=[f"−{reach:g}\nagainst", "0", f"{reach:g}\nfor"], fontsize=9)
+    bar.set_label("relevance, share of\nthe map's top 0.1 %" if bound is None else "relevance", fontsize=9)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _check(images: Tensor, maps: Mapping[str, Tensor], titles: Sequence[str] | None) -> None:
+    if images.ndim != 4 or len(images) == 0:
+        raise InputError(f"images have shape {tuple(images.shape)}; they have to be (sample, channel, height, width).")
+    for name, found in maps.items():
+        if len(found) != len(images):
+            raise InputError(f"There are {len(found)} maps of '{name}' for {len(images)} images; give one for each.")
+    if titles is not None and len(titles) != len(images):
+        raise InputError(f"There are {len(titles)} titles for {len(images)} images; give one for each.")
