@@ -9,6 +9,10 @@ class InputError(FasterISNetError, ValueError):
     """An argument, image, mask or model that cannot be used as given."""
 
 
+class UsageError(InputError):
+    """An option, path or configuration that was given wrongly: nothing was begun."""
+
+
 class RuleError(FasterISNetError, RuntimeError):
     """An operation or layer that relevance cannot be propagated through as asked."""
 

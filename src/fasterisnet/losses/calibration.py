@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError, NonFiniteError
 from fasterisnet.losses.gwrp import full_precision
+from fasterisnet.writing import write_text
 
 VANISHED = 1e-12
 FORMAT = 1
@@ -122,17 +123,8 @@ class Ranges:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; a reader sees the old file or the whole new one, never a part."""
-        path = Path(path)
         content = {"format": FORMAT, "depths": {name: {"c1": c1, "c2": c2} for name, (c1, c2) in self.depths.items()}}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(content, file, indent=2, allow_nan=False)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(path, json.dumps(content, indent=2, allow_nan=False))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

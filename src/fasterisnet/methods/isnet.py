@@ -48,7 +48,8 @@ class ISNet(ABC):
     foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first
     layer (see `normalised_box`), None for no zB. ranges: C1 and C2, from `calibrate`, or one pair for all maps.
     deep_supervision: False, True (depths found by themselves, see `depths`) or names of modules. generator: for
-    reproducible draws.
+    reproducible draws; processes with the same one that each take `batch[rank::processes]` can say so in `share`,
+    (rank, processes), and then draw what one process would.
     """
 
     default_weight: ClassVar[float] = 0.9
@@ -81,6 +82,7 @@ class ISNet(ABC):
         self.deep_supervision = deep_supervision
         self.foreground: Foreground = foreground
         self.generator = generator
+        self.share: tuple[int, int] = (0, 1)
         self.epoch = 0
         self.skipped = self._skipped_in_a_row = 0
         self._check()

@@ -22,6 +22,8 @@ class Stochastic(ISNet):
         if count == 1:
             return highest
         device = "cpu" if self.generator is None else self.generator.device
-        chance = torch.rand(len(logits), generator=self.generator, device=device).to(logits.device)
-        other = torch.randint(1, count, (len(logits),), generator=self.generator, device=device).to(logits.device)
-        return torch.where(chance < 0.5, highest, (highest + other) % count)
+        rank, processes = self.share
+        drawn = len(logits) * processes
+        chance = torch.rand(drawn, generator=self.generator, device=device)[rank::processes].to(logits.device)
+        other = torch.randint(1, count, (drawn,), generator=self.generator, device=device)[rank::processes]
+        return torch.where(chance < 0.5, highest, (highest + other.to(logits.device)) % count)

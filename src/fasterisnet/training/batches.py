@@ -1,0 +1,110 @@
+"""Which samples a step sees: a function of seed, epoch and step alone, so that a run can go on anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from fasterisnet.data.base import Samples
+from fasterisnet.data.preparing import Key, Preparation, Prepared, random_stream
+from fasterisnet.errors import InputError
+
+Batch = tuple[Tensor, Tensor, Tensor]
+LEAST = 2  # batch norm cannot learn from one sample
+
+
+class Batches(Sampler[list[Key]]):
+    """The batches of an epoch. Of every batch this process takes `batch[rank::processes]`.
+
+    A last batch that would leave a process with fewer than two samples is left out.
+    """
+
+    def __init__(self, samples: int, size: int, *, seed: int, shuffle: bool, share: tuple[int, int] = (0, 1)) -> None:
+        self.samples, self.size, self.seed, self.shuffle = samples, size, seed, shuffle
+        self.rank, self.processes = share
+        self.epoch = self.start = 0
+
+    def count(self) -> int:
+        """Batches in a whole epoch."""
+        full, rest = divmod(self.samples, self.size)
+        useful = rest >= (LEAST * self.processes if self.shuffle else 1)
+        return full + useful
+
+    def __len__(self) -> int:
+        return self.count() - self.start
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        epoch = self.epoch
+        order = torch.arange(self.samples)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(random_stream(self.seed, epoch, 1))
+            order = torch.randperm(self.samples, generator=generator)
+        for i in range(self.start, self.count()):
+            mine = order[i * self.size : (i + 1) * self.size][self.rank :: self.processes]
+            if len(mine):
+                yield [(epoch, index) for index in mine.tolist()]
+
+
+class Loader:
+    """Batches of a split, loaded by worker processes; counts the seconds that training had to wait for it."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        preparation: Preparation,
+        size: int,
+        *,
+        seed: int = 0,
+        training: bool = False,
+        workers: int = 0,
+        share: tuple[int, int] = (0, 1),
+        pin: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.batches = Batches(len(samples), size, seed=seed, shuffle=training, share=share)
+        if self.batches.count() == 0:
+            raise InputError(f"{len(samples)} samples are too few for a batch.")
+        self._loader: DataLoader[Any] = DataLoader(
+            Prepared(samples, preparation, seed=seed, training=training),
+            batch_sampler=self.batches,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=pin,
+            worker_init_fn=_one_thread if workers else None,
+        )
+        self.dtype = dtype
+        self.waited = 0.0
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from number `start` on."""
+        self.batches.epoch, self.batches.start = epoch, start
+        iterator = iter(self._loader)
+        while True:
+            begin = time.perf_counter()
+            batch = next(iterator, None)
+            self.waited += time.perf_counter() - begin
+            if batch is None:
+                return
+            images, labels, masks = batch
+            yield images.to(self.dtype), labels, masks
+
+
+class Epochs:
+    """A loader as something to iterate over again and again, an epoch each time."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.next += 1
+        return self.loader.epoch(self.next - 1)
+
+
+def _one_thread(_worker: int) -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,79 @@
+"""Heatmaps of image files by one trained run, or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fasterisnet.data.decoding import read_image, read_mask
+from fasterisnet.errors import UsageError
+from fasterisnet.evaluation.figures import heatmap_figure, save_figure
+from fasterisnet.relevance.explain import explain
+from fasterisnet.training.config import nearest
+from fasterisnet.training.report import viewable
+from fasterisnet.training.run import Run
+
+
+def explain_files(
+    runs: Sequence[str | Path],
+    images: Sequence[str | Path],
+    out: str | Path,
+    *,
+    target: str | None = None,
+    masks: str | Path | None = None,
+    rule: str = "epsilon",
+    trust: bool = False,
+) -> list[Path]:
+    """One picture for each image: the image, then the heatmap of every run for the target or its own decision."""
+    paths = [Path(image) for image in images]
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"{path} is not an image file.")
+    networks = [(Path(run).name, *Run(run).load_model(trust=trust)) for run in runs]
+    taken: set[str] = set()
+    written = []
+    for path in paths:
+        image, mask = read_image(path), _mask_of(path, masks)
+        maps, texts, shown = {}, [], None
+        for name, model, card in networks:
+            prepared, outline = card.prepare(image, mask)
+            batch = prepared.unsqueeze(0)
+            with torch.no_grad():
+                logits = model(batch)[0]
+            chosen = int(logits.argmax()) if target is None else _index(target, card.classes)
+            label = _unique(name, maps)
+            maps[label] = explain(model, batch, chosen, rule=rule, box=card.box if rule == "epsilon" else None)
+            chance = logits.sigmoid() if card.multi_label else logits.softmax(0)
+            texts.append(f"{label}: {card.classes[chosen]} {chance[chosen]:.0%}")
+            shown = shown or (viewable(batch, card), outline.unsqueeze(0) if mask is not None else None)
+        pixels, outlines = shown or (None, None)
+        if any(m.shape[-2:] != pixels.shape[-2:] for m in maps.values()):  # pyright: ignore[reportOptionalMemberAccess]
+            raise UsageError("Runs that are shown side by side have to see images of one size.")
+        figure = heatmap_figure(pixels, maps, outlines, titles=["\n".join([path.name, *texts])])  # pyright: ignore[reportArgumentType]
+        stem = _unique(path.stem, taken)
+        taken.add(stem)
+        written.append(Path(out) / f"{stem}.png")
+        save_figure(figure, written[-1])
+    return written
+
+
+def _mask_of(image: Path, masks: str | Path | None) -> torch.Tensor | None:
+    if masks is None:
+        return None
+    found = sorted(Path(masks).glob(f"{image.stem}.*"))
+    return read_mask(found[0]) if found else None
+
+
+def _index(target: str, classes: list[str]) -> int:
+    if target not in classes:
+        raise UsageError(f"There is no class '{target}'{nearest(target, classes)}")
+    return classes.index(target)
+
+
+def _unique(name: str, taken: set[str] | dict[str, object]) -> str:
+    """A name that is not taken yet."""
+    if name not in taken:
+        return name
+    return next(f"{name}-{i}" for i in range(2, len(taken) + 3) if f"{name}-{i}" not in taken)

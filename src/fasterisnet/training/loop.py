@@ -1,0 +1,453 @@
+"""The training loop, from top to bottom. Nothing random in it has a state: seeds follow from the seed of the run, the
+epoch and the step, so a run that was stopped anywhere goes on exactly as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from fasterisnet.data.base import BadImageError, FewerMasks, Samples, Subset, hold_out
+from fasterisnet.data.preparing import Preparation, random_stream
+from fasterisnet.data.sources import open_source
+from fasterisnet.errors import InputError, NonFiniteError
+from fasterisnet.losses import Ranges
+from fasterisnet.memory import keep_memory
+from fasterisnet.methods import ISNet, Standard, calibrate
+from fasterisnet.models import build_model
+from fasterisnet.training.batches import Epochs, Loader
+from fasterisnet.training.config import Config
+from fasterisnet.training.method import build_method
+from fasterisnet.training.report import write_report
+from fasterisnet.training.run import Card, Row, Run
+
+PARTS = ("loss", "classification", "background", "foreground")
+SUMS = (*PARTS, "correct", "samples", "with_mask", "skipped")
+PATIENCE = 10
+
+
+class Step(nn.Module):
+    """One batch: the loss to train, and sums for the log. Its forward is the whole step, as DDP needs it."""
+
+    def __init__(self, model: nn.Module, method: ISNet | Standard) -> None:
+        super().__init__()
+        self.model, self.method = model, method
+
+    def forward(self, images: Tensor, labels: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and the numbers called SUMS."""
+        parts = self.method.loss(self.model, images, labels, masks)
+        masked = parts.samples - parts.without_mask
+        counts = (parts.samples, parts.samples, masked, masked)
+        values = (parts.total, parts.classification, parts.background, parts.foreground)
+        sums = [v.detach().double() * n for v, n in zip(values, counts, strict=True)]
+        other = (correct(parts.logits, labels), parts.samples, masked, int(parts.skipped))
+        return parts.total, torch.stack([*sums, *(sums[0].new_tensor(v) for v in other)])
+
+
+def correct(logits: Tensor, labels: Tensor) -> int:
+    """How many samples are decided right; several labels count only if all of them are."""
+    if labels.ndim == 2 or logits.shape[1] == 1:
+        return int(((logits > 0) == (labels.reshape(logits.shape) > 0.5)).all(1).sum())
+    return int((logits.argmax(1) == labels).sum())
+
+
+def averages(sums: Tensor, prefix: str) -> Row:
+    """Sums as the means of the log."""
+    named = dict(zip(SUMS, sums.tolist(), strict=True))
+    counts = {"background": named["with_mask"], "foreground": named["with_mask"]}
+    row: Row = {f"{prefix}_{key}": named[key] / max(counts.get(key, named["samples"]), 1) for key in PARTS}
+    return {**row, f"{prefix}_accuracy": named["correct"] / max(named["samples"], 1)}
+
+
+def learning_rate(config: Config, done: int, total: int) -> float:
+    """The rate of the next update: a function of how many are done."""
+    share = done / max(total, 1)
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * share)) / 2
+    if config.schedule == "onecycle":  # up from 1/25 for the first 30 %, then down to nothing
+        rising = share < 0.3
+        low, high = (config.lr / 25, config.lr) if rising else (config.lr / 25e4, config.lr)
+        part = share / 0.3 if rising else (1 - share) / 0.7
+        return low + (high - low) * (1 - math.cos(math.pi * part)) / 2
+    return config.lr
+
+
+class Watcher:
+    """What a run tells while it works; this one does not listen."""
+
+    def say(self, text: str) -> None:
+        """Something worth a line."""
+
+    def step(self, epoch: int, batch: int, batches: int, averages: Row) -> None:
+        """A batch is done; averages are its own."""
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    epoch: int = 0
+    batch: int = 0
+    updates: int = 0
+    best_loss: float = math.inf
+    best_epoch: int = -1
+    skipped: int = 0
+    in_a_row: int = 0
+    finished: bool = False
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+
+class Training:
+    """A run: its data, model and method, and the state that is saved and restored."""
+
+    def __init__(self, fabric: Fabric, config: Config, run: Run, watcher: Watcher) -> None:
+        self.fabric, self.config, self.run, self.watcher = fabric, config, run, watcher
+        self.say = watcher.say
+        self.share = (fabric.global_rank, fabric.world_size)
+        self.preparation = preparation_of(config)
+        self.source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
+        training, validation = self._splits()
+        self.bad: list[str] = []
+        if config.on_bad_image == "skip":
+            training, validation = self._readable(training), self._readable(validation)
+        if config.mask_share < 1:
+            training = FewerMasks(training, config.mask_share, random_stream(config.seed, 4))
+        torch.manual_seed(random_stream(config.seed, 0))
+        model = build_model(
+            config.model, len(self.source.classes), channels=config.channels, pretrained=config.pretrained
+        )
+        if config.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.method = build_method(config, self.preparation)
+        if isinstance(self.method, ISNet):
+            self.method.generator, self.method.share = torch.Generator(), self.share
+        self.loader = self._loader(training, training=True)
+        self.validation = self._loader(validation)
+        self.watched = {name: self._loader(self.source.split(name)) for name in config.watch}
+        self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
+        step = Step(model, self.method)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        self.model = model
+        self.step, self.optimizer = fabric.setup(step, optimizer)
+        self.progress = Progress()
+        self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
+        self.logger = None
+
+    def _splits(self) -> tuple[Samples, Samples]:
+        config, source = self.config, self.source
+        training = source.split("train")
+        if config.validation in source.splits:
+            return training, source.split(config.validation)
+        if config.validation != "val":
+            source.split(config.validation)
+        self.say(f"The data has no split 'val': {config.holdout:.0%} of 'train' is held out for validation.")
+        return hold_out(training, config.holdout, config.seed)
+
+    def _readable(self, samples: Samples) -> Samples:
+        """The samples whose files can be read; the others are named and counted."""
+
+        def problem(index: int) -> str | None:
+            try:
+                samples.read(index)
+            except BadImageError as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(max(self.config.workers, 1)) as pool:
+            problems = list(pool.map(problem, range(len(samples))))
+        found = [p for p in problems if p is not None]
+        for text in found:
+            self.say(f"Skipped: {text}")
+        self.bad += found
+        return Subset(samples, [i for i, p in enumerate(problems) if p is None]) if found else samples
+
+    def _loader(self, samples: Samples, *, training: bool = False) -> Loader:
+        config = self.config
+        return Loader(
+            samples, self.preparation, config.batch, seed=config.seed, training=training, workers=config.workers,
+            share=self.share, pin=self.fabric.device.type == "cuda",
+            dtype=torch.float64 if config.precision == "64-true" else torch.float32,
+        )  # fmt: skip
+
+    # --- calibration -----------------------------------------------------------------------------------------------
+
+    def calibrate(self) -> None:
+        """C1 and C2: given, found in the run folder, or measured now."""
+        if not isinstance(self.method, ISNet):
+            return
+        config, path = self.config, self.run.path("calibration.json")
+        if isinstance(config.ranges, list):
+            self.method.ranges = (config.ranges[0], config.ranges[1])
+            return
+        if isinstance(config.ranges, str) or path.exists():
+            self.method.ranges = Ranges.load(config.ranges or path)
+        else:
+            self.say(f"Calibrating C1 and C2: {config.calibration_epochs} plain epochs and one to measure.")
+            torch.manual_seed(random_stream(config.seed, 1, self.share[0]))
+            self.method.generator.manual_seed(random_stream(config.seed, 1))  # pyright: ignore[reportOptionalMemberAccess]
+            self.method.ranges = calibrate(
+                self.method, self.model, Epochs(self.loader), config.calibration_epochs,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, config.calibration_lr, momentum=0.9),
+                clip=config.clip or None,
+            )  # fmt: skip
+            self.loader.waited = 0.0
+        self.fabric.barrier()
+        if self.fabric.is_global_zero and not path.exists():
+            self.method.ranges.save(path)
+        self.fabric.barrier()
+        for depth, (c1, c2) in self.method.ranges.depths.items():
+            self.say(
+                f"  {depth}: C1 {min(c1):.3g}, C2 {max(c2):.3g}" + (f" over {len(c1)} maps" if len(c1) > 1 else "")
+            )
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Everything needed to go on; called at the same places in a run that is stopped and in one that is not."""
+        self.earlier = self.earlier + self._added(self.sums)
+        self.sums = torch.zeros_like(self.sums)
+        if self.fabric.is_global_zero:
+            self.run.save_state(
+                {
+                    "model": self.model.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "precision": self.fabric.strategy.precision.state_dict(),
+                    "progress": vars(self.progress),
+                    "sums": self.earlier,
+                }
+            )
+        self.fabric.barrier()
+
+    def restore(self) -> None:
+        """Back to where the state was saved, if it was."""
+        state = self.run.load_state()
+        if state is None:
+            return
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.fabric.strategy.precision.load_state_dict(state["precision"])
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{self.run.path('state.pt')} does not fit this run: {error}") from error
+        self.earlier = state["sums"]
+        if isinstance(self.method, ISNet):
+            self.method.skipped = self.progress.skipped
+        self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
+
+    # --- epochs ----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """All epochs that are left."""
+        while not self.progress.finished:
+            begin = time.perf_counter()
+            self.loader.waited = 0.0
+            self.method.set_epoch(self.progress.epoch)
+            self._train_epoch()
+            trained = time.perf_counter() - begin
+            self.progress.seconds += trained
+            self._finish_epoch(trained, self.loader.waited / trained)
+
+    def _train_epoch(self) -> None:
+        progress, config = self.progress, self.config
+        batches = self.loader.batches.count()
+        self.model.train()
+        for images, labels, masks in self.loader.epoch(progress.epoch, progress.batch):
+            group = progress.batch // config.accumulate * config.accumulate
+            members = min(config.accumulate, batches - group)
+            last = progress.batch == group + members - 1
+            self._seed(2, progress.epoch, progress.batch)
+            with self.fabric.no_backward_sync(self.step, enabled=not last):
+                loss, sums = self.step(*self._moved(images, labels, masks))
+                weight = len(images) * self.share[1] / self._whole(progress.batch)
+                self.fabric.backward(loss * (weight / members))
+            self.sums = self.sums + sums.cpu()
+            progress.batch += 1
+            if last:
+                self._update()
+                if (
+                    config.checkpoint_every
+                    and progress.updates % config.checkpoint_every == 0
+                    and progress.batch < batches
+                ):
+                    self.save()
+            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train"))
+
+    def _whole(self, batch: int) -> int:
+        """Samples of a batch over all processes."""
+        return min(self.config.batch, self.loader.batches.samples - batch * self.config.batch)
+
+    def _moved(self, images: Tensor, labels: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        images, labels, masks = self.fabric.to_device((images, labels, masks))
+        return images, labels, masks
+
+    def _update(self) -> None:
+        """One step of SGD, left out if a gradient is not finite; many such in a row end the run."""
+        progress, config = self.progress, self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, progress.updates, self.updates)
+        norm = self.fabric.clip_gradients(
+            self.step, self.optimizer, max_norm=config.clip or math.inf, error_if_nonfinite=False
+        )
+        progress.updates += 1
+        if norm is None or bool(torch.isfinite(norm)):
+            self.optimizer.step()
+            progress.in_a_row = 0
+        else:
+            self.optimizer.step() if config.precision == "16-mixed" else None
+            progress.skipped += 1
+            progress.in_a_row += 1
+            if progress.in_a_row >= PATIENCE:
+                raise NonFiniteError(
+                    f"The gradient was not finite in {PATIENCE} updates in a row; lower the learning rate (lr is "
+                    f"{config.lr:g}), or calibrate C1 and C2 again."
+                )
+        self.optimizer.zero_grad()
+
+    def _added(self, sums: Tensor) -> Tensor:
+        """Over all processes."""
+        total = self.fabric.all_reduce(sums.to(self.fabric.device), reduce_op="sum")
+        assert isinstance(total, Tensor)
+        return total.cpu()
+
+    def _seed(self, purpose: int, epoch: int, batch: int) -> None:
+        torch.manual_seed(random_stream(self.config.seed, purpose, epoch, batch, self.share[0]))
+        if isinstance(self.method, ISNet) and self.method.generator is not None:
+            self.method.generator.manual_seed(random_stream(self.config.seed, purpose, epoch, batch))
+
+    def validate(self) -> Row:
+        """The method's own loss on the validation split, with the same draws in every epoch."""
+        self.model.eval()
+        sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        with torch.no_grad(), self.fabric.autocast():
+            for i, batch in enumerate(self.validation.epoch(0)):
+                self._seed(3, 0, i)
+                sums = sums + self.step.module(*self._moved(*batch))[1].cpu()
+        return averages(self._added(sums), "val")
+
+    def watch(self) -> Row:
+        """Accuracy on the watched splits: for curves, never for choosing."""
+        self.model.eval()
+        row: Row = {}
+        for name, loader in self.watched.items():
+            counts = torch.zeros(2, dtype=torch.float64)
+            with torch.no_grad(), self.fabric.autocast():
+                for batch in loader.epoch(0):
+                    images, labels, _ = self._moved(*batch)
+                    counts = counts + torch.tensor([correct(self.model(images), labels), len(labels)])
+            right, samples = self._added(counts).tolist()
+            row[f"{name}_accuracy"] = right / samples
+        return row
+
+    def _finish_epoch(self, seconds: float, waiting: float) -> None:
+        progress, config = self.progress, self.config
+        total = self.earlier + self._added(self.sums)
+        named = dict(zip(SUMS, total.tolist(), strict=True))
+        row: Row = {
+            "epoch": progress.epoch + 1,
+            "updates": progress.updates,
+            "lr": learning_rate(config, progress.updates - 1, self.updates),
+            **averages(total, "train"),
+            **self.validate(),
+            **self.watch(),
+            "without_mask": int(named["samples"] - named["with_mask"]),
+            "skipped": int(named["skipped"]) + progress.skipped,
+        }
+        progress.rows.append(row)
+        better = row["val_loss"] < progress.best_loss
+        if better:
+            progress.best_loss, progress.best_epoch = float(row["val_loss"]), progress.epoch
+        progress.epoch, progress.batch = progress.epoch + 1, 0
+        self.earlier, self.sums = torch.zeros_like(total), torch.zeros_like(total)
+        stuck = config.early_stopping > 0 and progress.epoch - progress.best_epoch > config.early_stopping
+        progress.finished = progress.epoch >= config.epochs or stuck
+        if self.fabric.is_global_zero:
+            if better or progress.best_epoch < 0:
+                self.run.save_weights(self.model.state_dict(), self.card())
+            self.run.write_metrics(progress.rows)
+            self._log(row, waiting)
+        self.save()
+        self.say(
+            f"epoch {progress.epoch}/{config.epochs}  train {row['train_loss']:.4f} (classification "
+            f"{row['train_classification']:.4f}, background {row['train_background']:.3f}, foreground "
+            f"{row['train_foreground']:.3f})  val {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.3f}"
+            f"{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
+        )
+
+    def _log(self, row: Row, waiting: float) -> None:
+        if not self.config.tensorboard:
+            return
+        if self.logger is None:
+            self.logger = TensorBoardLogger(
+                self.run.folder, name="tensorboard", version="", purge_step=self.progress.epoch
+            )
+        numbers = {key: float(value) for key, value in row.items() if key != "epoch"}
+        self.logger.log_metrics({**numbers, "waiting": waiting}, step=self.progress.epoch)
+        self.logger.save()
+
+    def card(self) -> Card:
+        """What the weights of this epoch are of."""
+        config, last = self.config, self.progress.rows[-1]
+        return Card(
+            config.model, self.source.classes, self.source.multi_label, self.preparation.to_dict(), config.method,
+            config.zb, int(last["epoch"]), float(last["val_loss"]),
+        )  # fmt: skip
+
+
+def preparation_of(config: Config) -> Preparation:
+    """How images become network input in this run."""
+    return Preparation(
+        config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
+        config.augmentation,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def start_fabric(config: Config) -> Fabric:
+    """Processes and devices; DDP for more than one, whoever started them."""
+    several = config.devices * config.nodes > 1
+    fabric = Fabric(
+        accelerator=config.accelerator,
+        devices=config.devices,
+        num_nodes=config.nodes,
+        precision=config.precision,  # pyright: ignore[reportArgumentType]
+        strategy=DDPStrategy() if several else "auto",
+    )
+    fabric.launch()
+    return fabric
+
+
+def train(config: Config, *, resume: bool = False, watcher: Watcher | None = None) -> Run:
+    """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run."""
+    watcher = watcher or Watcher()
+    keep_memory()
+    fabric = start_fabric(config)
+    run = Run(config.out)
+    if not resume:
+        run.check_new()
+    training = Training(fabric, config, run, watcher if fabric.is_global_zero else Watcher())
+    fabric.barrier()
+    if fabric.is_global_zero and not resume:
+        run.create(config)
+    training.restore()
+    if training.progress.finished:
+        training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
+    else:
+        training.calibrate()
+        training.fit()
+    if fabric.is_global_zero and not run.path("report.json").exists():
+        write_report(run, training.source, training.bad, training.say, training.fabric.device)
+    fabric.barrier()
+    return run

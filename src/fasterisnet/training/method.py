@@ -1,0 +1,40 @@
+"""A method from the options of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fasterisnet import methods
+from fasterisnet.data.preparing import Preparation
+from fasterisnet.methods import ISNet, Standard
+from fasterisnet.training.config import Config
+
+NAMES: dict[str, type[ISNet]] = {
+    "original": methods.Original,
+    "dual": methods.Dual,
+    "selective": methods.Selective,
+    "stochastic": methods.Stochastic,
+    "grad-input": methods.GradInput,
+    "softmax-grad-input": methods.SoftmaxGradInput,
+}
+
+
+def build_method(config: Config, preparation: Preparation) -> ISNet | Standard:
+    """The method a run asks for; C1 and C2 are still missing."""
+    if config.method == "standard":
+        return Standard()
+    kind = NAMES[config.method]
+    options: dict[str, Any] = (
+        {"maps_at_once": config.maps_at_once or None} if issubclass(kind, methods.Original) else {}
+    )
+    return kind(
+        config.heatmap_weight,
+        config.decay,
+        config.background_weight,
+        config.foreground_weight,
+        config.e,
+        epsilon=config.epsilon,
+        box=preparation.box if config.zb else None,
+        deep_supervision=config.deep_supervision,
+        **options,
+    )

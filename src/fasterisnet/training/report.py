@@ -1,0 +1,114 @@
+"""What is known of a run when its training is over: the tests, in numbers and in a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasterisnet.data.base import Samples, Source
+from fasterisnet.data.sources import is_own
+from fasterisnet.errors import InputError
+from fasterisnet.evaluation.figures import heatmap_figure, save_figure
+from fasterisnet.evaluation.metrics import evaluate
+from fasterisnet.relevance.explain import explain
+from fasterisnet.training.batches import Loader
+from fasterisnet.training.run import Card, Run
+from fasterisnet.writing import write_text
+
+SHOWN = 4
+
+
+def metrics_of(
+    model: torch.nn.Module,
+    card: Card,
+    samples: Samples,
+    *,
+    batch: int = 32,
+    workers: int = 0,
+    attention: bool = True,
+    device: Any = None,
+) -> dict[str, Any]:
+    """All metrics of a network on one split."""
+    batches = Loader(samples, card.prepare, batch, workers=workers).epoch(0)
+    return evaluate(
+        model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention, device=device
+    )
+
+
+def own_classes(data: str, card: Card) -> dict[str, Any]:
+    """Data of the user's own may lack a class of the network; its labels are then numbered as the network's."""
+    return {"classes": card.classes} if is_own(data) and not card.multi_label else {}
+
+
+def check_classes(card: Card, source: Source) -> None:
+    """A network can be tested on data with its own classes only."""
+    if card.classes != source.classes or card.multi_label != source.multi_label:
+        raise InputError(
+            f"The network knows the classes {', '.join(card.classes)}; the data has {', '.join(source.classes)}. "
+            "Name folders or labels alike."
+        )
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Metrics of several splits, as Markdown."""
+    lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
+    for name, r in results.items():
+        shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
+        lines.append(f"| {name} | {r['samples']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], None], device: Any = None) -> None:
+    """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
+    config = run.config
+    model, card = run.load_model(trust=True)
+    model = model.to(device) if device is not None else model
+    tests = [name for name in source.splits if name not in ("train", config.validation)]
+    results = {}
+    for name in tests:
+        results[name] = metrics_of(
+            model, card, source.splits[name], batch=config.batch, workers=config.workers, device=device
+        )
+        say(
+            f"{name}: "
+            + ", ".join(f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
+        )
+    for name in tests[:3] or [config.validation] * (config.validation in source.splits):
+        picture(run, model, card, source.splits[name], f"heatmaps-{name}.png", device)
+    lines = [
+        f"# {config.method}, {config.model}",
+        "",
+        f"Weights of epoch {card.epoch} of {config.epochs}, chosen by validation loss ({card.validation_loss:.4f}).",
+        f"Images that could not be read and were skipped: {len(bad)}.",
+        *[f"- {text}" for text in bad],
+        "",
+        table(results),
+    ]
+    write_text(run.path("report.md"), "\n".join(lines) + "\n")
+    run.write_json("report.json", {"epoch": card.epoch, "skipped_images": bad, "tests": results})
+
+
+def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:
+    """Where the network looked, for a few samples spread over the split."""
+    chosen = torch.linspace(0, len(samples) - 1, min(SHOWN, len(samples))).long().tolist()
+    readings = [samples.read(i) for i in chosen]
+    prepared = [card.prepare(r.image, r.mask) for r in readings]
+    images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])
+    maps = explain(model, images.to(device) if device is not None else images, box=card.box).cpu()
+    save_figure(heatmap_figure(viewable(images, card), {card.method: maps}, masks), run.path(name))
+
+
+def viewable(images: Tensor, card: Card) -> Tensor:
+    """Network input back in [0, 1]."""
+    preparation = card.prepare
+    if not preparation.mean:
+        return images
+    shape = (1, -1, 1, 1)
+    return images * torch.tensor(preparation.std).view(shape) + torch.tensor(preparation.mean).view(shape)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,42 @@
+"""A run on the terminal: a bar with the parts of the loss where one can be drawn, lines everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fasterisnet.training.loop import Watcher
+from fasterisnet.training.run import Row
+
+
+class Terminal(Watcher):
+    """Shows a run in the terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(soft_wrap=True, highlight=False)
+        columns = (
+            TextColumn("epoch {task.fields[epoch]}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[parts]}"),
+        )  # fmt: skip
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.task: Any = None
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self.console.print(text, markup=False)
+
+    def step(self, epoch: int, batch: int, batches: int, averages: Row) -> None:
+        """Moves the bar."""
+        parts = "  ".join(f"{key.removeprefix('train_')} {value:.3f}" for key, value in averages.items())
+        if self.task is None:
+            self.task = self.bar.add_task("", total=batches, epoch=epoch + 1, parts=parts)
+        self.bar.update(self.task, completed=batch, total=batches, epoch=epoch + 1, parts=parts)

@@ -1,0 +1,71 @@
+"""A training process that can be told to die.
+
+    driver.py CONFIG.json [resume] [step N | error N | checkpoint N] [rank1]
+
+`step N`: killed (SIGKILL) before its Nth update; `error N`: an exception there; with `rank1`, only in the second
+process. `checkpoint N`: killed when half of its Nth state file is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasterisnet.training import loop
+from fasterisnet.training.config import Config
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(what: str, number: int) -> None:
+    count = 0
+
+    def counted() -> bool:
+        nonlocal count
+        count += 1
+        return count == number
+
+    if what in ("step", "error"):
+        update = loop.Training._update
+
+        def deadly_update(training: Any) -> None:
+            if counted():
+                if what == "error":
+                    raise RuntimeError("something went wrong here")
+                die()
+            update(training)
+
+        loop.Training._update = deadly_update
+    else:
+        save = torch.save
+
+        def deadly_save(state: Any, path: Path) -> None:
+            save(state, path)
+            if counted():
+                content = path.read_bytes()
+                path.write_bytes(content[: len(content) // 2])
+                die()
+
+        torch.save = deadly_save
+
+
+def main() -> None:
+    config, *rest = sys.argv[1:]
+    resume = "resume" in rest
+    here = "rank1" not in rest or os.environ.get("LOCAL_RANK") == "1"
+    for what in ("step", "error", "checkpoint"):
+        if what in rest and here:
+            die_at(what, int(rest[rest.index(what) + 1]))
+    loop.train(Config(**json.loads(Path(config).read_text())), resume=resume)
+
+
+if __name__ == "__main__":
+    main()

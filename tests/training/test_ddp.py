@@ -1,0 +1,58 @@
+"""Two processes (gloo) train as one does; when one of them dies the run ends, says so, and can go on."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fasterisnet.training.run import Run
+from training.driving import driven
+
+WHOLE = 180  # all training pictures in one batch: one update an epoch
+OPTIONS: dict[str, Any] = {
+    "data": "drawn", "model": "training.nets:without_norm", "size": 16, "epochs": 2, "batch": WHOLE, "lr": 0.1,
+    "clip": 0, "momentum": 0, "workers": 0, "ranges": [0.5, 2.0], "precision": "64-true", "watch": ["deceiving"],
+    "accelerator": "cpu",
+}  # fmt: skip
+
+
+def trained(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    done = driven(folder, {**OPTIONS, **changes})
+    assert done.returncode == 0, done.stderr
+    state = Run(folder).load_state()
+    assert state is not None
+    with (folder / "metrics.csv").open() as file:
+        return state["model"], [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["stochastic", "dual"])
+def test_two_processes_are_one(tmp_path: Path, method: str) -> None:
+    one, metrics = trained(tmp_path / "one", method=method)
+    two, logged = trained(tmp_path / "two", method=method, devices=2)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(two[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    for row, other in zip(metrics, logged, strict=True):
+        assert other == pytest.approx(row, rel=1e-6, abs=1e-9)
+    assert metrics[0]["train_loss"] != metrics[1]["train_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["step", "error"])
+def test_a_process_that_dies_ends_the_run_and_resume_goes_on(tmp_path: Path, end: str) -> None:
+    options = {**OPTIONS, "method": "stochastic", "batch": 60, "checkpoint_every": 1, "devices": 2}
+    broken = driven(tmp_path / "run", options, end, "5", "rank1")
+    assert broken.returncode != 0
+    if end == "error":
+        assert "something went wrong here" in broken.stderr
+    done = driven(tmp_path / "run", options, "resume")
+    assert done.returncode == 0, done.stderr
+    whole = driven(tmp_path / "whole", options)
+    assert whole.returncode == 0, whole.stderr
+    assert (tmp_path / "run" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
