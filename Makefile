@@ -56,7 +56,7 @@ coverage-table: setup  ## check every torchvision and many timm models, write do
 	$(BIN)/python benchmarks/coverage.py
 
 demo: setup  ## train a classifier that cheats and one that does not, and show where both look (3 minutes)
-	$(BIN)/python examples/biased_digits.py
+	$(BIN)/fasterisnet demo --out runs/demo
 
 lock: $(VENV)/uv.stamp  ## resolve the requirements anew (rewrites requirements/*.txt)
 	$(COMPILE) requirements/uv.in -o requirements/uv.txt

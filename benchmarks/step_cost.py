@@ -2,9 +2,9 @@
 
     python benchmarks/step_cost.py [--rounds 5] [--backbones resnet18,resnet50] [--channels-last] [--rows NAME NAME ...]
 
-All kinds of step run in one process, interleaved; the table shows medians of time as ratios to the plain step, and the
-growth of resident memory in one step, measured in a process of its own. Freed memory is kept by the process
-(`keep_memory`), for plain steps as for the others.
+Every kind of step gets a process of its own, in which it alternates with the plain step (so that one kind does not
+work in the heap another left behind); the table shows the median time and its ratio to the median plain step of that
+process, and the growth of resident memory in the first step. Freed memory is kept (`keep_memory`), for plain steps too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -136,48 +137,42 @@ def prepare(name: str, channels_last: bool) -> tuple[nn.Module, Batch]:
     return model, (images, torch.randint(10, (size,)), masks.bool())
 
 
-def seconds(name: str, steps: dict[str, Step], rounds: int, channels_last: bool) -> dict[str, float]:
-    """Median time of each kind of step, one round after the other."""
-    model, batch = prepare(name, channels_last)
-    times: dict[str, list[float]] = {kind: [] for kind in steps}
-    for i in range(rounds + 1):
-        for kind, step in steps.items():
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            start = time.perf_counter()
-            step(name, model, batch)
-            if i:
-                times[kind].append(time.perf_counter() - start)
-    return {kind: statistics.median(values) for kind, values in times.items()}
-
-
 def _status(key: str) -> float:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return float(line.split()[1]) / 1024
 
 
-def _grow(name: str, kind: str, channels_last: bool, answer: multiprocessing.Queue[float]) -> None:
-    torch.set_num_threads(2)
+def growth(step: Callable[[], None]) -> float | None:
+    """Peak growth of resident memory in a step, in MB (Linux only)."""
+    marks = Path("/proc/self/clear_refs")
+    if not marks.exists():
+        step()
+        return None
+    before = _status("VmRSS")
+    marks.write_text("5")
+    step()
+    return _status("VmHWM") - before
+
+
+def measure(name: str, kind: str, rounds: int, channels_last: bool, answer: multiprocessing.Queue[Any]) -> None:
+    """Memory of one step, then median seconds of the base and of the kind itself, taking turns."""
+    warnings.simplefilter("ignore")
     model, batch = prepare(name, channels_last)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    STEPS[kind](name, model, batch)
-    answer.put(_status("VmHWM") - before)
-
-
-def megabytes(name: str, kind: str, channels_last: bool) -> float | None:
-    """Peak growth of resident memory in one step, in a fresh process (Linux only)."""
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    context = multiprocessing.get_context("spawn")
-    answer = context.Queue()
-    process = context.Process(target=_grow, args=(name, kind, channels_last, answer))
-    process.start()
-    result = answer.get()
-    process.join()
-    return result
+    memory = growth(lambda: STEPS[kind](name, model, batch))
+    fi.keep_memory()
+    base = BASES.get(kind, "plain step")
+    times: dict[str, list[float]] = {base: [], kind: []}
+    for i in range(rounds + 1):
+        for turn, measured in times.items():
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            start = time.perf_counter()
+            STEPS[turn](name, model, batch)
+            if i:
+                measured.append(time.perf_counter() - start)
+    answer.put((statistics.median(times[base]), statistics.median(times[kind]), memory))
 
 
 def main() -> None:
@@ -186,25 +181,27 @@ def main() -> None:
     parser.add_argument("--backbones", default=",".join(BACKBONES))
     parser.add_argument("--rows", nargs="+", default=list(STEPS), choices=list(STEPS), metavar="NAME")
     parser.add_argument("--channels-last", action="store_true")
-    parser.add_argument("--no-memory", action="store_true")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    fi.keep_memory()
-    steps = {kind: STEPS[kind] for kind in STEPS if kind in options.rows}
     print(
         f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {torch.get_num_threads()} threads, "
         f"median of {options.rounds} rounds, {'channels last' if options.channels_last else 'contiguous'}"
     )
     print("| backbone, batch, px | step | seconds | ratio | peak memory growth, MB |\n" + "| --- " * 5 + "|")
+    context = multiprocessing.get_context("spawn")
     for name in options.backbones.split(","):
-        result = seconds(name, steps, options.rounds, options.channels_last)
         size, pixels = BACKBONES[name]
-        for kind, value in result.items():
-            base = result.get(BASES.get(kind, "plain step"), value)
-            memory = None if options.no_memory else megabytes(name, kind, options.channels_last)
-            grown = "" if memory is None else f"{memory:.0f}"
+        for kind in options.rows:
+            answer = context.Queue()
+            process = context.Process(target=measure, args=(name, kind, options.rounds, options.channels_last, answer))
+            process.start()
+            base, seconds, memory = answer.get()
+            process.join()
             of = f" of {BASES[kind]}" if kind in BASES else ""
-            print(f"| {name}, {size}, {pixels} | {kind} | {value:.3f} | {value / base:.2f}{of} | {grown} |", flush=True)
+            grown = "" if memory is None else f"{memory:.0f}"
+            print(
+                f"| {name}, {size}, {pixels} | {kind} | {seconds:.3f} | {seconds / base:.2f}{of} | {grown} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

