@@ -173,8 +173,12 @@ def _train(options: argparse.Namespace) -> int:
         config.out = options.resume
     else:
         config = Config.read(Path(options.config) if options.config else None, given)
-    with Terminal() as watcher:
-        run = train(config, resume=bool(options.resume), watcher=watcher)
+    try:
+        with Terminal() as watcher:
+            run = train(config, resume=bool(options.resume), watcher=watcher)
+    except KeyboardInterrupt:
+        print(f"fasterisnet: stopped; go on with: fasterisnet train --resume {config.out}", file=sys.stderr)
+        return FAILED
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")
     return DONE
@@ -195,7 +199,7 @@ def _value(name: str, text: str) -> Any:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fasterisnet.data.sources import open_source
-    from fasterisnet.training.report import check_classes, own_classes, table, metrics_of
+    from fasterisnet.training.report import check_classes, metrics_of, own_classes, table
     from fasterisnet.training.run import Run
 
     run = Run(options.run)

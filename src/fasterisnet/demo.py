@@ -25,8 +25,9 @@ from fasterisnet.evaluation.attention import background_mass
 from fasterisnet.evaluation.figures import overlay
 from fasterisnet.relevance.explain import explain
 from fasterisnet.training.config import Config
-from fasterisnet.training.loop import Watcher, train
+from fasterisnet.training.loop import train
 from fasterisnet.training.run import Card, Run
+from fasterisnet.training.watching import Watcher
 from fasterisnet.writing import write_text
 
 TESTS = {

@@ -9,7 +9,7 @@ import pytest
 
 from fasterisnet.errors import UsageError
 from fasterisnet.training.config import Config
-from fasterisnet.training.loop import learning_rate
+from fasterisnet.training.schedule import learning_rate
 
 
 def read(tmp_path: Path, content: str, **changes: Any) -> Config:

@@ -46,7 +46,8 @@ def test_two_processes_are_one(tmp_path: Path, method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["step", "error"])
 def test_a_process_that_dies_ends_the_run_and_resume_goes_on(tmp_path: Path, end: str) -> None:
-    options = {**OPTIONS, "method": "stochastic", "batch": 60, "checkpoint_every": 1, "devices": 2}
+    options = {**OPTIONS, "method": "stochastic", "batch": 60, "checkpoint_every": 1, "devices": 2, "model": "small"}
+    options |= {"ranges": None, "calibration_epochs": 1, "precision": "32-true"}
     broken = driven(tmp_path / "run", options, end, "5", "rank1")
     assert broken.returncode != 0
     if end == "error":

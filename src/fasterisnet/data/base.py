@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,6 +78,22 @@ class Subset:
     def group(self, index: int) -> str | None:
         """Whom it belongs to."""
         return self.samples.group(self.chosen[index])
+
+
+def readable_part(samples: Samples, workers: int = 1) -> tuple[Samples, list[str]]:
+    """The samples whose files can be read, and what is wrong with the others; decodes every file."""
+
+    def problem(index: int) -> str | None:
+        try:
+            samples.read(index)
+        except BadImageError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        problems = list(pool.map(problem, range(len(samples))))
+    found = [text for text in problems if text is not None]
+    return (Subset(samples, [i for i, text in enumerate(problems) if text is None]) if found else samples), found
 
 
 class FewerMasks(Subset):

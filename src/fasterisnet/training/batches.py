@@ -73,7 +73,7 @@ class Loader:
             Prepared(samples, preparation, seed=seed, training=training),
             batch_sampler=self.batches,
             num_workers=workers,
-            persistent_workers=workers > 0,
+            persistent_workers=training and workers > 0,
             pin_memory=pin,
             worker_init_fn=_one_thread if workers else None,
         )

@@ -6,88 +6,32 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
-from fasterisnet.data.base import BadImageError, FewerMasks, Samples, Subset, hold_out
+from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
 from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError, NonFiniteError
 from fasterisnet.losses import Ranges
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import ISNet, Standard, calibrate
+from fasterisnet.methods import ISNet, calibrate
 from fasterisnet.models import build_model
 from fasterisnet.training.batches import Epochs, Loader
 from fasterisnet.training.config import Config
 from fasterisnet.training.method import build_method
 from fasterisnet.training.report import write_report
 from fasterisnet.training.run import Card, Row, Run
+from fasterisnet.training.schedule import learning_rate
+from fasterisnet.training.step import SUMS, LoggedStep, averages, correct
+from fasterisnet.training.watching import Watcher
 
-PARTS = ("loss", "classification", "background", "foreground")
-SUMS = (*PARTS, "correct", "samples", "with_mask", "skipped")
 PATIENCE = 10
-
-
-class Step(nn.Module):
-    """One batch: the loss to train, and sums for the log. Its forward is the whole step, as DDP needs it."""
-
-    def __init__(self, model: nn.Module, method: ISNet | Standard) -> None:
-        super().__init__()
-        self.model, self.method = model, method
-
-    def forward(self, images: Tensor, labels: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss, and the numbers called SUMS."""
-        parts = self.method.loss(self.model, images, labels, masks)
-        masked = parts.samples - parts.without_mask
-        counts = (parts.samples, parts.samples, masked, masked)
-        values = (parts.total, parts.classification, parts.background, parts.foreground)
-        sums = [v.detach().double() * n for v, n in zip(values, counts, strict=True)]
-        other = (correct(parts.logits, labels), parts.samples, masked, int(parts.skipped))
-        return parts.total, torch.stack([*sums, *(sums[0].new_tensor(v) for v in other)])
-
-
-def correct(logits: Tensor, labels: Tensor) -> int:
-    """How many samples are decided right; several labels count only if all of them are."""
-    if labels.ndim == 2 or logits.shape[1] == 1:
-        return int(((logits > 0) == (labels.reshape(logits.shape) > 0.5)).all(1).sum())
-    return int((logits.argmax(1) == labels).sum())
-
-
-def averages(sums: Tensor, prefix: str) -> Row:
-    """Sums as the means of the log."""
-    named = dict(zip(SUMS, sums.tolist(), strict=True))
-    counts = {"background": named["with_mask"], "foreground": named["with_mask"]}
-    row: Row = {f"{prefix}_{key}": named[key] / max(counts.get(key, named["samples"]), 1) for key in PARTS}
-    return {**row, f"{prefix}_accuracy": named["correct"] / max(named["samples"], 1)}
-
-
-def learning_rate(config: Config, done: int, total: int) -> float:
-    """The rate of the next update: a function of how many are done."""
-    share = done / max(total, 1)
-    if config.schedule == "cosine":
-        return config.lr * (1 + math.cos(math.pi * share)) / 2
-    if config.schedule == "onecycle":  # up from 1/25 for the first 30 %, then down to nothing
-        rising = share < 0.3
-        low, high = (config.lr / 25, config.lr) if rising else (config.lr / 25e4, config.lr)
-        part = share / 0.3 if rising else (1 - share) / 0.7
-        return low + (high - low) * (1 - math.cos(math.pi * part)) / 2
-    return config.lr
-
-
-class Watcher:
-    """What a run tells while it works; this one does not listen."""
-
-    def say(self, text: str) -> None:
-        """Something worth a line."""
-
-    def step(self, epoch: int, batch: int, batches: int, averages: Row) -> None:
-        """A batch is done; averages are its own."""
 
 
 @dataclass
@@ -132,9 +76,12 @@ class Training:
             self.method.generator, self.method.share = torch.Generator(), self.share
         self.loader = self._loader(training, training=True)
         self.validation = self._loader(validation)
-        self.watched = {name: self._loader(self.source.split(name)) for name in config.watch}
+        watched = {name: self.source.split(name) for name in config.watch}
+        if config.on_bad_image == "skip":
+            watched = {name: readable_part(samples, config.workers)[0] for name, samples in watched.items()}
+        self.watched = {name: self._loader(samples) for name, samples in watched.items()}
         self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
-        step = Step(model, self.method)
+        step = LoggedStep(model, self.method)
         optimizer = torch.optim.SGD(
             model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
@@ -155,22 +102,11 @@ class Training:
         return hold_out(training, config.holdout, config.seed)
 
     def _readable(self, samples: Samples) -> Samples:
-        """The samples whose files can be read; the others are named and counted."""
-
-        def problem(index: int) -> str | None:
-            try:
-                samples.read(index)
-            except BadImageError as error:
-                return str(error)
-            return None
-
-        with ThreadPoolExecutor(max(self.config.workers, 1)) as pool:
-            problems = list(pool.map(problem, range(len(samples))))
-        found = [p for p in problems if p is not None]
-        for text in found:
+        good, problems = readable_part(samples, self.config.workers)
+        for text in problems:
             self.say(f"Skipped: {text}")
-        self.bad += found
-        return Subset(samples, [i for i, p in enumerate(problems) if p is None]) if found else samples
+        self.bad += problems
+        return good
 
     def _loader(self, samples: Samples, *, training: bool = False) -> Loader:
         config = self.config
@@ -328,15 +264,25 @@ class Training:
         if isinstance(self.method, ISNet) and self.method.generator is not None:
             self.method.generator.manual_seed(random_stream(self.config.seed, purpose, epoch, batch))
 
+    def _agree(self) -> None:
+        """Every process takes the batch statistics of the first, whose network is the one that is saved."""
+        if self.share[1] > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
     def validate(self) -> Row:
         """The method's own loss on the validation split, with the same draws in every epoch."""
+        self._agree()
         self.model.eval()
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         with torch.no_grad(), self.fabric.autocast():
             for i, batch in enumerate(self.validation.epoch(0)):
                 self._seed(3, 0, i)
                 sums = sums + self.step.module(*self._moved(*batch))[1].cpu()
-        return averages(self._added(sums), "val")
+        total = self._added(sums)
+        row = averages(total, "val")
+        broken = total[SUMS.index("skipped")] > 0  # relevance was not finite: such a network is not the best
+        return {**row, "val_loss": math.inf} if broken else row
 
     def watch(self) -> Row:
         """Accuracy on the watched splits: for curves, never for choosing."""
@@ -449,5 +395,4 @@ def train(config: Config, *, resume: bool = False, watcher: Watcher | None = Non
         training.fit()
     if fabric.is_global_zero and not run.path("report.json").exists():
         write_report(run, training.source, training.bad, training.say, training.fabric.device)
-    fabric.barrier()
     return run

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasterisnet.data.base import Samples, Source
+from fasterisnet.data.base import Samples, Source, readable_part
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
@@ -54,6 +54,30 @@ def check_classes(card: Card, source: Source) -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Metrics of several splits, as Markdown."""
+    lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
+    for name, r in results.items():
+        shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
+        lines.append(f"| {name} | {r['samples']} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], None], device: Any = None) -> None:
+    """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
+    config = run.config
+    model, card = run.load_model(trust=True)
+    model = model.to(device) if device is not None else model
+    tests = {name: s for name, s in source.splits.items() if name not in ("train", config.validation)}
+    bad = list(bad)
+    if config.on_bad_image == "skip":
+        for name, samples in tests.items():
+            tests[name], problems = readable_part(samples, config.workers)
+            bad += problems
+    results = {}
+    for name, samples in tests.items():
+        results[name] = metrics_of(model, card, samples, batch=config.batch, workers=config.workers, device=device)
+        shown = (f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
+        say(f"{name}: {', '.join(shown)}")
+        picture(run, model, card, samples, f"heatmaps-{name}.png", device)
     lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
     for name, r in results.items():
         shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))

@@ -7,8 +7,17 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fasterisnet.training.loop import Watcher
 from fasterisnet.training.run import Row
+
+
+class Watcher:
+    """What a run tells while it works; this one does not listen."""
+
+    def say(self, text: str) -> None:
+        """Something worth a line."""
+
+    def step(self, epoch: int, batch: int, batches: int, averages: Row) -> None:
+        """A batch is done; averages are its own."""
 
 
 class Terminal(Watcher):

@@ -1,0 +1,136 @@
+"""An experiment that is stopped goes on, one that is finished is not repeated, and its table comes from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fasterisnet.benchmark.runner import Recipe
+from fasterisnet.cli import main
+from fasterisnet.training import loop
+
+RECIPE = """
+data: drawn
+seeds: [0]
+tests: [iid, ood, deceiving]
+common:
+  {model: small, size: 16, epochs: 2, batch: 30, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood]}
+rows:
+  standard: {method: standard}
+  reference: {method: standard, data_options: {bias: none}}
+  stochastic: {method: stochastic, checkpoint_every: 2}
+paper:
+  standard: [1.0, 0.654, 0.124]
+"""
+
+
+class Place:
+    """A recipe, and where its runs and results go."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.results = folder / "results"
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(RECIPE)
+        self.options = ["--recipe", str(recipe), "--runs", str(folder / "runs"), "--results", str(self.results)]
+
+    def run(self, *more: str) -> int:
+        return main(["benchmark", "mnist", *self.options, *more])
+
+    def tests(self) -> dict[str, Any]:
+        return {path.stem: json.loads(path.read_text())["tests"] for path in sorted(self.results.glob("*.json"))}
+
+
+def test_stopped_twice_it_ends_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = Place(tmp_path / "whole"), Place(tmp_path / "cut")
+    assert whole.run() == 0
+    update = loop.Training._update
+    for limit in (10, 9):
+        count = 0
+
+        def stopped(training: Any, limit: int = limit) -> None:
+            nonlocal count
+            count += 1
+            if count > limit:
+                raise KeyboardInterrupt
+            update(training)
+
+        monkeypatch.setattr(loop.Training, "_update", stopped)
+        assert cut.run() == 1
+    monkeypatch.setattr(loop.Training, "_update", update)
+    assert cut.run() == 0
+    assert cut.tests() == whole.tests() and len(whole.tests()) == 3
+    capsys.readouterr()
+
+
+def test_finished_rows_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard") == 0
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr("fasterisnet.benchmark.runner.train", forbidden)
+    assert place.run("--methods", "standard") == 0
+    assert place.run("--report") == 0
+
+
+def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard", "--seeds", "0", "1") == 0
+    first, second = (place.tests()[f"standard-seed{seed}"] for seed in (0, 1))
+    table = (place.results / "table.md").read_text()
+    assert table.strip() in capsys.readouterr().out
+    line = next(line for line in table.splitlines() if line.startswith("| standard"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    mean = (first["deceiving"]["accuracy"] + second["deceiving"]["accuracy"]) / 2
+    assert cells[1:3] == ["0, 1", "2"]
+    assert cells[5].startswith(f"{mean:.3f} ±") and cells[5].endswith("[0.124]")
+    gaps = [
+        max(t[k]["accuracy"] for k in t) - min(t[k]["accuracy"] for k in t)
+        for t in (tests_only(first), tests_only(second))
+    ]
+    assert cells[6] == f"{100 * max(gaps):.1f}"
+    assert "fasterisnet benchmark mnist --methods standard" in line
+    assert (place.results / "accuracy-standard.png").exists()
+
+
+def tests_only(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in ("iid", "ood", "deceiving")}
+
+
+def test_other_options_are_not_mixed_into_a_begun_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard") == 0
+    (place.results / "standard-seed0.json").unlink()
+    assert place.run("--methods", "standard", "--set", "epochs=3") == 2
+    assert "begun with other options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mnist", "dogs", "xray"])
+def test_the_recipes_of_the_package_are_valid(name: str, tmp_path: Path) -> None:
+    recipe = Recipe.read(name)
+    for row in recipe.rows:
+        config = recipe.config(row, 1, "DIR", tmp_path, {})
+        assert config.data.startswith(f"{name}:DIR") and config.seed == 1
+    for row, numbers in recipe.paper.items():
+        assert len(numbers) == len(recipe.tests), row
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "epochz=3"], "did you mean 'epochs'"),
+        (["--set", "epochs"], "KEY=VALUE"),
+        (["--methods", "stocastic"], "did you mean 'stochastic'"),
+        (["--recipe", "nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "mnist", *options]) == 2
+    assert message in capsys.readouterr().err
