@@ -78,30 +78,6 @@ def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], 
         shown = (f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
         say(f"{name}: {', '.join(shown)}")
         picture(run, model, card, samples, f"heatmaps-{name}.png", device)
-    lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
-    for name, r in results.items():
-        shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
-        lines.append(f"| {name} | {r['samples']} | {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
-def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], None], device: Any = None) -> None:
-    """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
-    config = run.config
-    model, card = run.load_model(trust=True)
-    model = model.to(device) if device is not None else model
-    tests = [name for name in source.splits if name not in ("train", config.validation)]
-    results = {}
-    for name in tests:
-        results[name] = metrics_of(
-            model, card, source.splits[name], batch=config.batch, workers=config.workers, device=device
-        )
-        say(
-            f"{name}: "
-            + ", ".join(f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
-        )
-    for name in tests[:3] or [config.validation] * (config.validation in source.splits):
-        picture(run, model, card, source.splits[name], f"heatmaps-{name}.png", device)
     lines = [
         f"# {config.method}, {config.model}",
         "",
@@ -121,7 +97,7 @@ def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name
     readings = [samples.read(i) for i in chosen]
     prepared = [card.prepare(r.image, r.mask) for r in readings]
     images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])
-    maps = explain(model, images.to(device) if device is not None else images, box=card.box).cpu()
+    maps = explain(model, images.to(device) if device is not None else images, box=card.box).cpu().nan_to_num()
     save_figure(heatmap_figure(viewable(images, card), {card.method: maps}, masks), run.path(name))
 
 
