@@ -15,8 +15,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fasterisnet.errors import FasterISNetError, UsageError
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -188,6 +186,8 @@ def _value(name: str, text: str) -> Any:
     """A text of the command line as YAML would understand it."""
     if name in ("data", "model", "out", "method"):
         return text
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -295,8 +295,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    options = parser().parse_args(arguments)
     try:
+        options = parser().parse_args(arguments)
         return options.work(options)
     except UsageError as error:
         print(f"fasterisnet: {error}", file=sys.stderr)
