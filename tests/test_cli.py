@@ -16,7 +16,7 @@ from fasterisnet.data.drawn import drawn_source
 from fasterisnet.training.run import Run
 
 KEYS = {"accuracy", "macro_f1", "macro_auc", "confusion", "background_mass"}
-LINES, COLUMNS = 50, 118  # a screen
+LINES, COLUMNS = 36, 100  # a screen
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,8 @@ def test_explain(run: Path, folder: Path, tmp_path: Path, capsys: pytest.Capture
     written = capsys.readouterr().out.split()
     assert len(set(written)) == 2
     for path in written:
-        assert Image.open(path).width > 300
+        with Image.open(path) as picture:
+            assert picture.width > 300
 
 
 def test_explain_an_unknown_class(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,11 +180,22 @@ def test_wrong_usage_is_exit_code_2(command: list[str], tmp_path: Path, capsys: 
     assert message.startswith("fasterisnet: ") and "Traceback" not in message
 
 
-@pytest.mark.parametrize("command", [["trian"], ["train", "--metod", "dual"], ["export", "RUN"], []])
-def test_unknown_words_are_exit_code_2(command: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train", "--metod", "dual"], "did you mean '--method'?"),
+        (["train", "--data", "drawn", "--epoch", "3"], "did you mean '--epochs'?"),
+        (["evaluate", "RUN", "extra"], "unknown word 'extra'"),
+        (["export", "RUN"], "required: --out"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_unknown_words_are_exit_code_2(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(command)
     assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -204,3 +216,24 @@ def test_every_option_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert main(["train", "--show-config"]) == 0
     shown: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
     assert {"method", "heatmap_weight", "precision", "e"} <= shown.keys()
+
+
+def test_validation_is_comparable_when_p_changes(folder: Path, tmp_path: Path) -> None:
+    """P is 0 in the first epoch and 1 in the second; the validation loss has P = 1 in both."""
+    assert main(train_command(folder, tmp_path / "run", "--heatmap-weight", "[0.0, 1.0]", "--lr", "0")) == 0
+    rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    names = rows[0].split(",")
+    first, second = (dict(zip(names, map(float, row.split(",")), strict=True)) for row in rows[1:])
+    assert first["train_loss"] == pytest.approx(first["train_classification"])
+    assert first["val_loss"] == pytest.approx(first["val_background"] + first["val_foreground"], rel=1e-5)
+    assert second["val_loss"] == pytest.approx(second["val_background"] + second["val_foreground"], rel=1e-5)
+
+
+def test_one_class_is_no_task(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    shutil.copytree(folder / "train" / "disc", tmp_path / "data" / "train" / "disc")
+    assert main(train_command(tmp_path / "data", tmp_path / "run")) == 1
+    assert "nothing to tell apart" in capsys.readouterr().err
+    assert main(["data", "check", str(tmp_path / "data")]) == 1
+    assert not (tmp_path / "run").exists()

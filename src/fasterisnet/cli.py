@@ -22,21 +22,21 @@ DONE, FAILED, USAGE = 0, 1, 2
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=118)
+        super().__init__(prog, max_help_position=30, width=96)
 
 
 def _command(commands: Any, name: str, does: str, example: str, work: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name, help=does, description=does, epilog=f"example:\n{example}", formatter_class=_Help
+    p = commands.add_parser(
+        name, help=does, description=does, epilog=f"example:\n{example}", formatter_class=_Help, allow_abbrev=False
     )
-    parser.set_defaults(work=work)
-    return parser
+    p.set_defaults(work=work, parser=p)
+    return p
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands."""
     main = argparse.ArgumentParser(
-        prog="fasterisnet", formatter_class=_Help,
+        prog="fasterisnet", formatter_class=_Help, allow_abbrev=False,
         description="Train image classifiers that ignore the background, and show where they look.",
         epilog="example:\n  fasterisnet train --data DIR --method stochastic --model resnet50 --out runs/mine\n"
         "  fasterisnet evaluate runs/mine --data DIR --split test",
@@ -129,10 +129,11 @@ def _add_train(commands: Any) -> None:
 
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
-        "  fasterisnet train --data DIR --method selective --model resnet50 --epochs 50 --size 224 --out runs/mine\n"
+        "  fasterisnet train --data DIR --method selective --model resnet50 --epochs 50 --out runs/mine\n"
         "  fasterisnet train --resume runs/mine        (goes on exactly where it was stopped)\n"
         "  fasterisnet train --show-config             (every option, as YAML for --config)", _train,
     )  # fmt: skip
+    p.usage = "fasterisnet train --data DIR [--method NAME] [--model NAME] [option ...]"
     p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
     p.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped; takes no other option")
     p.add_argument("--trust", action="store_true", help="with --resume: import the model the run names as code")
@@ -257,7 +258,7 @@ def _check_data(options: argparse.Namespace) -> int:
 
     if not Path(options.data).exists():
         raise UsageError(f"{options.data} does not exist.")
-    report = check_data(options.data, workers=options.workers)
+    report = check_data(options.data, workers=max(options.workers, 1))
     print(report)
     return FAILED if report.fatal else DONE
 
@@ -293,10 +294,22 @@ def _demo(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
+    """Ends with the usage of the command that was meant and the option nearest to the one that was written."""
+    from fasterisnet.training.config import nearest
+
+    word = unknown[0].partition("=")[0]
+    known = [flag for action in options.parser._actions for flag in action.option_strings]
+    hint = nearest(word, known) if word.startswith("-") else "."
+    options.parser.error(f"unknown {'option' if word.startswith('-') else 'word'} '{word}'{hint}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     try:
-        options = parser().parse_args(arguments)
+        options, unknown = parser().parse_known_args(arguments)
+        if unknown:
+            _refuse(options, unknown)
         return options.work(options)
     except UsageError as error:
         print(f"fasterisnet: {error}", file=sys.stderr)

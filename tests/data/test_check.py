@@ -293,11 +293,11 @@ def test_boxes_count_as_masks(tmp_path: Path) -> None:
         "annotations": [{"image_id": 0, "bbox": [1, 1, 5, 5]}, {"image_id": 1, "bbox": [0, 0, 30, 20]}],
     }
     (tmp_path / "annotations.json").write_text(json.dumps(content))
-    assert kinds(check_data(tmp_path)) == {"mask without image": 1, "full": 1}
+    assert kinds(check_data(tmp_path)) == {"one class": 1, "mask without image": 1, "full": 1}
     (tmp_path / "boxes/train/cat").mkdir(parents=True)
     (tmp_path / "boxes/train/cat/9.xml").write_text("<annotation/>")
     (tmp_path / "boxes/train/cat/0.xml").write_text("<annotation")
-    assert kinds(check_data(tmp_path)) == {"mask without image": 2, "full": 1, "box file": 1}
+    assert kinds(check_data(tmp_path)) == {"one class": 1, "mask without image": 2, "full": 1, "box file": 1}
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_a_patient_may_be_in_two_tests_but_not_in_training_and_test(tmp_path: Pa
         save(tmp_path / f"i{i}.png", noise(i))
     rows = ["i0.png,train,x,p0", f"i1.png,{first},x,me", f"i2.png,{second},x,me", f"i3.png,{second},x,me"]
     (tmp_path / "manifest.csv").write_text("\n".join(["image,split,label,group", *rows]))
-    assert kinds(check_data(tmp_path)) == {"no mask": 4, kind: 1}
+    assert kinds(check_data(tmp_path)) == {"one class": 1, "no mask": 4, kind: 1}

@@ -61,6 +61,7 @@ KINDS: dict[str, Kind] = {
     "cannot be opened": Kind("data cannot be opened", "fatal", "Give a folder or CSV as the message says."),
     "layout": Kind("folder without classes", "fatal", "Put images into DIR/<split>/<class>/."),
     NO_TRAIN: Kind("no train split", "fatal", "Name the split to learn from 'train'."),
+    "one class": Kind("only one class", "fatal", "Add the images it is to be told from."),
     "row": Kind("broken manifest row", "fatal", "Repair the line of the CSV."),
     "label": Kind("unknown label", "fatal", "Give every row a label; 'label:' columns hold 0 or 1."),
     "box file": Kind("broken box file", "fatal", "Repair or remove the COCO or VOC file."),
@@ -165,6 +166,10 @@ def check_data(
 def _about_lists(listing: Listing) -> Iterator[Finding]:
     """What can be seen without opening an image."""
     yield from _about_names(listing)
+    if len(listing.classes) == 1 and not listing.multi_label:
+        yield Finding(
+            "one class", f"{readable(listing.root)}: every image is of class '{readable(listing.classes[0])}'"
+        )
     present: dict[str, set[str]] = defaultdict(set)
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     seen: set[tuple[str, str]] = set()

@@ -141,37 +141,41 @@ def _option(default: Any, check: Check, explanation: str, *, rare: bool = False)
 class Config:
     """A training run."""
 
-    data: str = _option("", text, "folder, CSV manifest, or mnist[:DIR], dogs:DIR, xray:DIR, drawn")
-    method: str = _option("stochastic", one_of(*METHODS), "how to train: " + ", ".join(METHODS))
-    model: str = _option("resnet50", text, "torchvision or timm name, small, or package.module:function")
+    data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
+    method: str = _option(
+        "stochastic", one_of(*METHODS), "standard, original, dual, selective, stochastic, grad-input, ..."
+    )
+    model: str = _option("resnet50", text, "name in torchvision or timm, small, or package.module:function")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
     out: str = _option("", text, "run folder to create (default: runs/METHOD-MODEL)")
 
     batch: int = _option(16, whole(1), "samples a step, over all processes")
-    accumulate: int = _option(1, whole(1), "steps whose gradients are added up before an update")
+    accumulate: int = _option(1, whole(1), "steps whose gradients are added up before an update", rare=True)
     lr: float = _option(1e-3, number(), "learning rate of SGD")
-    momentum: float = _option(0.9, number(0, 1), "momentum of SGD")
+    momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay of SGD", rare=True)
     schedule: str = _option("constant", one_of("constant", "cosine", "onecycle"), "constant, cosine or onecycle")
     clip: float = _option(1.0, number(), "largest norm of the gradient; 0 for no limit", rare=True)
     early_stopping: int = _option(0, whole(0), "stop after so many epochs without a better validation loss", rare=True)
     validation: str = _option("val", text, "split the best epoch is chosen on", rare=True)
     watch: list[str] = _option([], names, "splits whose accuracy is logged after every epoch", rare=True)
-    holdout: float = _option(0.2, number(0.001, 0.9), "share of train held out if there is no validation split")
+    holdout: float = _option(
+        0.2, number(0.001, 0.9), "share of train held out if there is no validation split", rare=True
+    )
 
-    heatmap_weight: Any = _option(None, weight, "P, or a list with one for each epoch (default: the paper's)")
+    heatmap_weight: Any = _option(None, weight, "P, a number or a list over epochs (the paper's)")
     decay: float = _option(0.9, number(0, 1), "d of GWRP in the background loss")
     background_weight: float = _option(1.0, number(), "w1", rare=True)
     foreground_weight: float = _option(1.0, number(), "w2", rare=True)
     e: float = _option(1.0, number(1e-12), "E of the background loss", rare=True)
     epsilon: float = _option(0.01, number(1e-12), "stabiliser of LRP", rare=True)
     mask_share: float = _option(1.0, number(0, 1), "share of the training masks that is used", rare=True)
-    zb: bool = _option(True, switch, "zB rule on the first layer")
+    zb: bool = _option(True, switch, "zB rule on the first layer", rare=True)
     deep_supervision: Any = _option(False, depths, "supervise hidden maps too: true, or module names")
     maps_at_once: int = _option(0, whole(0), "original only: maps in memory together; 0 for all", rare=True)
-    ranges: Any = _option(None, ranges, "C1 and C2: a pair or a calibration.json (default: calibrate)")
-    calibration_epochs: int = _option(4, whole(0), "plain epochs before C1 and C2 are measured")
+    ranges: Any = _option(None, ranges, "C1 and C2: a pair or a calibration.json (default: calibrate)", rare=True)
+    calibration_epochs: int = _option(4, whole(0), "plain epochs before C1 and C2 are measured", rare=True)
     calibration_lr: float = _option(1e-3, number(), "learning rate of the calibration", rare=True)
 
     pretrained: Any = _option(False, pretrained, "start from the library's weights, or from a file")
@@ -182,16 +186,20 @@ class Config:
     equalise: bool = _option(False, switch, "histogram equalisation", rare=True)
     augmentation: str = _option("none", one_of("none", "flip", "crop", "xray"), "none, flip, crop or xray")
     refine_boxes: bool = _option(False, switch, "GrabCut inside boxes given instead of masks", rare=True)
-    on_bad_image: str = _option("stop", one_of("stop", "skip"), "an image that cannot be read: stop, or skip it")
+    on_bad_image: str = _option(
+        "stop", one_of("stop", "skip"), "an image that cannot be read: stop, or skip it", rare=True
+    )
 
     seed: int = _option(0, whole(0), "of everything random")
-    workers: int = _option(2, whole(0), "processes that load images")
+    workers: int = _option(2, whole(0), "processes that load images", rare=True)
     precision: str = _option("32-true", one_of(*PRECISIONS), "32-true, 64-true, bf16-mixed or 16-mixed")
     accelerator: str = _option("auto", one_of("auto", "cpu", "gpu", "mps"), "auto, cpu, gpu or mps", rare=True)
     devices: int = _option(1, whole(1), "processes on this machine (DDP if more than one)")
     nodes: int = _option(1, whole(1), "machines", rare=True)
     channels_last: bool = _option(False, switch, "memory layout that is faster on many processors", rare=True)
-    checkpoint_every: int = _option(0, whole(0), "updates between saved states, besides one after every epoch")
+    checkpoint_every: int = _option(
+        0, whole(0), "updates between saved states, besides one after every epoch", rare=True
+    )
     tensorboard: bool = _option(True, switch, "write logs for TensorBoard", rare=True)
 
     def __post_init__(self) -> None:

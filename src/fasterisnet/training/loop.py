@@ -59,6 +59,8 @@ class Training:
         self.share = (fabric.global_rank, fabric.world_size)
         self.preparation = preparation_of(config)
         self.source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
+        if len(self.source.classes) < 2 and not self.source.multi_label:
+            raise InputError(f"The data has one class, '{self.source.classes[0]}': there is nothing to tell apart.")
         training, validation = self._splits()
         self.bad: list[str] = []
         if config.on_bad_image == "skip":
@@ -271,8 +273,9 @@ class Training:
                 torch.distributed.broadcast(buffer, 0)
 
     def validate(self) -> Row:
-        """The method's own loss on the validation split, with the same draws in every epoch."""
+        """The method's own loss on the validation split, with the same draws and the same (last) P in every epoch."""
         self._agree()
+        self.method.set_epoch(self.config.epochs - 1)
         self.model.eval()
         sums = torch.zeros(len(SUMS), dtype=torch.float64)
         with torch.no_grad(), self.fabric.autocast():
