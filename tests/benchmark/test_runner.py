@@ -93,14 +93,14 @@ def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.C
     assert cells[5].startswith(f"{mean:.3f} ±") and cells[5].endswith("[0.124]")
     gaps = [
         max(t[k]["accuracy"] for k in t) - min(t[k]["accuracy"] for k in t)
-        for t in (tests_only(first), tests_only(second))
+        for t in (only_tests(first), only_tests(second))
     ]
     assert cells[6] == f"{100 * max(gaps):.1f}"
     assert "fasterisnet benchmark mnist --methods standard" in line
     assert (place.results / "accuracy-standard.png").exists()
 
 
-def tests_only(result: dict[str, Any]) -> dict[str, Any]:
+def only_tests(result: dict[str, Any]) -> dict[str, Any]:
     return {key: result[key] for key in ("iid", "ood", "deceiving")}
 
 

@@ -1,6 +1,5 @@
 """Welford's moments, C1 and C2 from them, and the file that keeps them."""
 
-import json
 import math
 import pickle
 from pathlib import Path
@@ -134,11 +133,11 @@ def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "ranges.json"
     RANGES.save(path)
 
-    def write_half(content: Any, file: Any, **_: Any) -> None:
-        file.write(str(content)[:10])
+    def write_half(file: Path, content: str, **_: Any) -> None:
+        file.write_bytes(content[:10].encode())
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", write_half)
+    monkeypatch.setattr(Path, "write_text", write_half)
     with pytest.raises(OSError, match="disk full"):
         Ranges({"input": Range((1.0,), (2.0,))}).save(path)
     assert Ranges.load(path) == RANGES
