@@ -246,6 +246,8 @@ def _export(options: argparse.Namespace) -> int:
     from fasterisnet.evaluation.export import export_model
     from fasterisnet.training.run import Run
 
+    if Path(options.out).is_dir():
+        raise UsageError(f"{options.out} is a folder; give the name of the file to write.")
     model, card = Run(options.run).load_model(trust=options.trust)
     size, channels = card.prepare.size, card.prepare.channels
     export_model(model, options.out, options.format, example=torch.rand(2, channels, size, size))
@@ -318,6 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fasterisnet: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("fasterisnet: stopped", file=sys.stderr)
+    except OSError as error:
+        print(f"fasterisnet: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
         print(f"fasterisnet: {error}; install it with: pip install 'fasterisnet[train]'", file=sys.stderr)
     except Exception as error:  # noqa: BLE001  the last line of a traceback is what a user needs first

@@ -30,10 +30,11 @@ def trained(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["stochastic", "dual"])
-def test_two_processes_are_one(tmp_path: Path, method: str) -> None:
-    one, metrics = trained(tmp_path / "one", method=method)
-    two, logged = trained(tmp_path / "two", method=method, devices=2)
+@pytest.mark.parametrize(("method", "masks"), [("stochastic", 1.0), ("dual", 0.4)])
+def test_two_processes_are_one(tmp_path: Path, method: str, masks: float) -> None:
+    """Also when masks are missing, and one process has more of them than the other."""
+    one, metrics = trained(tmp_path / "one", method=method, mask_share=masks)
+    two, logged = trained(tmp_path / "two", method=method, mask_share=masks, devices=2)
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert value.dtype == torch.float64

@@ -17,7 +17,7 @@ import re
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -43,7 +43,7 @@ from fasterisnet.errors import InputError
 Severity = Literal["fatal", "warning"]
 EXAMPLES = 3
 AT_ONCE = 4096
-_WIDTHS = {"severity": 8, "count": 7, "problem": 22, "examples": 46, "what to do": 28}
+_WIDTHS = {"severity": 8, "count": 7, "problem": 25, "what to do": 60}
 _GAP = "  "
 _WIDTH = sum(_WIDTHS.values()) + len(_GAP) * (len(_WIDTHS) - 1)
 _MISNAMED = {"training": "train", "trainval": "train", "valid": "val", "validation": "val", "dev": "val"}
@@ -308,20 +308,14 @@ def _extent(mask: Tensor, path: str) -> list[Finding]:
 
 
 def _table(rows: Sequence[tuple[Row, list[str]]]) -> Iterator[str]:
-    """Lines of wrapped cells below a header; nothing if there are no rows."""
+    """A line for each problem, its examples below, each whole on a line of its own; nothing if there are no rows."""
     if not rows:
         return
     yield _GAP.join(name.ljust(width) for name, width in _WIDTHS.items()).rstrip()
+    yield "-" * _WIDTH
     for row, examples in rows:
-        yield "-" * _WIDTH
+        cells = (row.severity, f"{row.count:,}", row.problem, row.advice)
+        yield _GAP.join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True)).rstrip()
         more = [f"... and {row.count - len(examples):,} more"] if row.count > len(examples) else []
-        cells = ([row.severity], [f"{row.count:,}"], [row.problem], [*examples, *more], [row.advice])
-        wrapped = [_wrapped(texts, width) for texts, width in zip(cells, _WIDTHS.values(), strict=True)]
-        for i in range(max(map(len, wrapped))):
-            parts = (lines[i] if i < len(lines) else "" for lines in wrapped)
-            yield _GAP.join(part.ljust(width) for part, width in zip(parts, _WIDTHS.values(), strict=True)).rstrip()
+        yield from (f"    {text}" for text in [*examples, *more])
     yield ""
-
-
-def _wrapped(texts: Iterable[str], width: int) -> list[str]:
-    return [line for text in texts for line in textwrap.wrap(text, width, break_on_hyphens=False) or [""]]

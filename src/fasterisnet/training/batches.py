@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from fasterisnet.data.base import Samples
+from fasterisnet.data.base import BadImageError, Samples
 from fasterisnet.data.preparing import Key, Preparation, Prepared, random_stream
 from fasterisnet.errors import InputError
 
+Sample = tuple[Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
 LEAST = 2  # batch norm cannot learn from one sample
 
@@ -70,12 +71,13 @@ class Loader:
         if self.batches.count() == 0:
             raise InputError(f"{len(samples)} samples are too few for a batch.")
         self._loader: DataLoader[Any] = DataLoader(
-            Prepared(samples, preparation, seed=seed, training=training),
+            _Careful(Prepared(samples, preparation, seed=seed, training=training)),
             batch_sampler=self.batches,
             num_workers=workers,
             persistent_workers=training and workers > 0,
             pin_memory=pin,
             worker_init_fn=_one_thread if workers else None,
+            collate_fn=_batch,
         )
         self.dtype = dtype
         self.waited = 0.0
@@ -90,6 +92,8 @@ class Loader:
             self.waited += time.perf_counter() - begin
             if batch is None:
                 return
+            if isinstance(batch, BadImageError):
+                raise batch
             images, labels, masks = batch
             yield images.to(self.dtype), labels, masks
 
@@ -104,6 +108,23 @@ class Epochs:
     def __iter__(self) -> Iterator[Batch]:
         self.next += 1
         return self.loader.epoch(self.next - 1)
+
+
+class _Careful(Dataset[Any]):
+    """Gives back the error of a file that cannot be read, which would leave a worker process as a long traceback."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+    def __getitem__(self, key: Key) -> Sample | BadImageError:
+        try:
+            return self.prepared[key]
+        except BadImageError as error:
+            return error
+
+
+def _batch(samples: list[Sample | BadImageError]) -> Batch | BadImageError:
+    return next((s for s in samples if isinstance(s, BadImageError)), None) or default_collate(samples)
 
 
 def _one_thread(_worker: int) -> None:

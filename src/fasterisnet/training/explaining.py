@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fasterisnet.data.decoding import read_image, read_mask
+from fasterisnet.data.decoding import is_image_name, read_image, read_mask
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.relevance.explain import explain
@@ -62,7 +62,9 @@ def explain_files(
 def _mask_of(image: Path, masks: str | Path | None) -> torch.Tensor | None:
     if masks is None:
         return None
-    found = sorted(Path(masks).glob(f"{image.stem}.*"))
+    if not Path(masks).is_dir():
+        raise UsageError(f"{masks} is not a folder of masks.")
+    found = sorted(p for p in Path(masks).iterdir() if p.stem == image.stem and is_image_name(p.name))
     return read_mask(found[0]) if found else None
 
 

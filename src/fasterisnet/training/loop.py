@@ -5,20 +5,22 @@ epoch and the step, so a run that was stopped anywhere goes on exactly as if it 
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass, field
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
 from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
 from fasterisnet.data.sources import open_source
-from fasterisnet.errors import InputError, NonFiniteError
-from fasterisnet.losses import Ranges
+from fasterisnet.errors import InputError, NonFiniteError, UsageError
+from fasterisnet.losses import Ranges, has_foreground
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
 from fasterisnet.models import build_model
@@ -207,9 +209,8 @@ class Training:
             last = progress.batch == group + members - 1
             self._seed(2, progress.epoch, progress.batch)
             with self.fabric.no_backward_sync(self.step, enabled=not last):
-                loss, sums = self.step(*self._moved(images, labels, masks))
-                weight = len(images) * self.share[1] / self._whole(progress.batch)
-                self.fabric.backward(loss * (weight / members))
+                loss, sums = self.step(*self._moved(images, labels, masks), self._shares(masks))
+                self.fabric.backward(loss / members)
             self.sums = self.sums + sums.cpu()
             progress.batch += 1
             if last:
@@ -220,11 +221,16 @@ class Training:
                     and progress.batch < batches
                 ):
                     self.save()
-            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train"))
+            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.step.module.weight))
 
-    def _whole(self, batch: int) -> int:
-        """Samples of a batch over all processes."""
-        return min(self.config.batch, self.loader.batches.samples - batch * self.config.batch)
+    def _shares(self, masks: Tensor) -> tuple[float, float]:
+        """Of the samples and of the masked samples that this process has, in units of an equal share."""
+        processes = self.share[1]
+        if processes == 1:
+            return 1.0, 1.0
+        mine = torch.tensor([len(masks), int(has_foreground(masks).sum())], dtype=torch.float64)
+        samples, masked = (mine * processes / self._added(mine).clamp(min=1)).tolist()
+        return samples, masked
 
     def _moved(self, images: Tensor, labels: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.config.channels_last:
@@ -283,7 +289,7 @@ class Training:
                 self._seed(3, 0, i)
                 sums = sums + self.step.module(*self._moved(*batch))[1].cpu()
         total = self._added(sums)
-        row = averages(total, "val")
+        row = averages(total, "val", self.step.module.weight)
         broken = total[SUMS.index("skipped")] > 0  # relevance was not finite: such a network is not the best
         return {**row, "val_loss": math.inf} if broken else row
 
@@ -305,11 +311,12 @@ class Training:
         progress, config = self.progress, self.config
         total = self.earlier + self._added(self.sums)
         named = dict(zip(SUMS, total.tolist(), strict=True))
+        trained = averages(total, "train", self.step.module.weight)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
             "lr": learning_rate(config, progress.updates - 1, self.updates),
-            **averages(total, "train"),
+            **trained,
             **self.validate(),
             **self.watch(),
             "without_mask": int(named["samples"] - named["with_mask"]),
@@ -364,13 +371,28 @@ def preparation_of(config: Config) -> Preparation:
     )  # fmt: skip
 
 
+def processes(config: Config) -> tuple[int, int]:
+    """Processes on a machine and machines: those that torchrun or SLURM started, or what the options say."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+    if SLURMEnvironment.detect():
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
+        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
+    return config.devices, config.nodes
+
+
 def start_fabric(config: Config) -> Fabric:
     """Processes and devices; DDP for more than one, whoever started them."""
-    several = config.devices * config.nodes > 1
+    devices, nodes = processes(config)
+    several = devices * nodes > 1
+    if config.batch < devices * nodes:
+        raise UsageError(
+            f"batch is {config.batch}, fewer samples than the {devices * nodes} processes that share them."
+        )
     fabric = Fabric(
         accelerator=config.accelerator,
-        devices=config.devices,
-        num_nodes=config.nodes,
+        devices=devices,
+        num_nodes=nodes,
         precision=config.precision,  # pyright: ignore[reportArgumentType]
         strategy=DDPStrategy() if several else "auto",
     )

@@ -5,25 +5,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasterisnet.methods import Step
+from fasterisnet.methods import ISNet, Step
 from fasterisnet.methods.base import Masks
 from fasterisnet.training.run import Row
 
-PARTS = ("loss", "classification", "background", "foreground")
-SUMS = (*PARTS, "correct", "samples", "with_mask", "skipped")
+PARTS = ("classification", "background", "foreground")
+SUMS = (*PARTS, "heatmap", "correct", "samples", "with_mask", "skipped")
 
 
 class LoggedStep(Step):
     """A step that returns the loss to train, and sums for the log instead of averages."""
 
-    def forward(self, images: Tensor, labels: Tensor, masks: Masks = None) -> tuple[Tensor, Tensor]:
-        """The loss, and the numbers called SUMS."""
+    @property
+    def weight(self) -> float:
+        """P in the current epoch."""
+        return self.method.weight if isinstance(self.method, ISNet) else 0.0
+
+    def forward(
+        self, images: Tensor, labels: Tensor, masks: Masks = None, shares: tuple[float, float] = (1.0, 1.0)
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and the numbers called SUMS.
+
+        shares: of the samples and of the masked samples that this process has, in units of an equal share. With them
+        the mean over the processes is the loss of the whole batch, whoever got more masks.
+        """
         parts = super().forward(images, labels, masks)
-        masked = parts.samples - parts.without_mask
-        values = torch.stack([parts.total, parts.classification, parts.background, parts.foreground])
-        sums = values.detach().cpu().double() * torch.tensor([parts.samples, parts.samples, masked, masked])
+        masked = 0 if parts.skipped else parts.samples - parts.without_mask
+        values = torch.stack([parts.classification, parts.background, parts.foreground, parts.heatmap])
+        sums = values.detach().cpu().double() * torch.tensor([parts.samples, masked, masked, masked])
         counts = (correct(parts.logits, labels), parts.samples, masked, int(parts.skipped))
-        return parts.total, torch.cat([sums, torch.tensor(counts, dtype=torch.float64)])
+        total = parts.total
+        if shares != (1.0, 1.0) and not parts.skipped:
+            total = (1 - self.weight) * shares[0] * parts.classification + self.weight * shares[1] * parts.heatmap
+        return total, torch.cat([sums.nan_to_num(), torch.tensor(counts, dtype=torch.float64)])
 
 
 def correct(logits: Tensor, labels: Tensor) -> int:
@@ -33,9 +47,10 @@ def correct(logits: Tensor, labels: Tensor) -> int:
     return int((logits.argmax(1) == labels).sum())
 
 
-def averages(sums: Tensor, prefix: str) -> Row:
-    """Sums as the means of the log."""
+def averages(sums: Tensor, prefix: str, weight: float) -> Row:
+    """Sums as the means of the log: classification over all samples, the rest over those with a mask."""
     named = dict(zip(SUMS, sums.tolist(), strict=True))
-    counts = {"background": named["with_mask"], "foreground": named["with_mask"]}
-    row: Row = {f"{prefix}_{key}": named[key] / max(counts.get(key, named["samples"]), 1) for key in PARTS}
-    return {**row, f"{prefix}_accuracy": named["correct"] / max(named["samples"], 1)}
+    samples, masked = max(named["samples"], 1), max(named["with_mask"], 1)
+    means = {key: named[key] / (samples if key == "classification" else masked) for key in (*PARTS, "heatmap")}
+    row: Row = {f"{prefix}_loss": (1 - weight) * means["classification"] + weight * means["heatmap"]}
+    return {**row, **{f"{prefix}_{key}": means[key] for key in PARTS}, f"{prefix}_accuracy": named["correct"] / samples}
