@@ -8,6 +8,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from threading import Thread
 
 import torch
 from lightning.fabric import Fabric
@@ -396,8 +397,17 @@ def start_fabric(config: Config) -> Fabric:
         precision=config.precision,  # pyright: ignore[reportArgumentType]
         strategy=DDPStrategy() if several else "auto",
     )
+    if several and "TORCHELASTIC_RUN_ID" not in os.environ and int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
     fabric.launch()
     return fabric
+
+
+def _leave_with_parent(parent: int) -> None:
+    """A process that another one started does not wait for hours for one that is gone."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def train(config: Config, *, resume: bool = False, watcher: Watcher | None = None) -> Run:
