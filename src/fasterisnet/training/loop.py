@@ -35,6 +35,7 @@ from fasterisnet.training.step import SUMS, LoggedStep, averages, correct
 from fasterisnet.training.watching import Watcher
 
 PATIENCE = 10
+PARENT = "FASTERISNET_PARENT"  # environment variable: the process that started this one
 
 
 @dataclass
@@ -397,8 +398,9 @@ def start_fabric(config: Config) -> Fabric:
         precision=config.precision,  # pyright: ignore[reportArgumentType]
         strategy=DDPStrategy() if several else "auto",
     )
-    if several and "TORCHELASTIC_RUN_ID" not in os.environ and int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
+    if several and int(os.environ.get("LOCAL_RANK", "0")) > 0 and PARENT in os.environ:
+        Thread(target=_leave_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
+    os.environ[PARENT] = str(os.getpid())
     fabric.launch()
     return fabric
 
