@@ -160,7 +160,7 @@ def _train(options: argparse.Namespace) -> int:
             print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
         return DONE
     from fasterisnet.training.loop import train
-    from fasterisnet.training.run import Run
+    from fasterisnet.training.run import Run, names_code
     from fasterisnet.training.watching import Terminal
 
     if options.resume:
@@ -176,7 +176,8 @@ def _train(options: argparse.Namespace) -> int:
         with Terminal() as watcher:
             run = train(config, resume=bool(options.resume), watcher=watcher)
     except KeyboardInterrupt:
-        print(f"fasterisnet: stopped; go on with: fasterisnet train --resume {config.out}", file=sys.stderr)
+        trust = " --trust" if names_code(config.model) else ""
+        print(f"fasterisnet: stopped; go on with: fasterisnet train --resume {config.out}{trust}", file=sys.stderr)
         return FAILED
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")

@@ -121,7 +121,7 @@ class Run:
 
     def check_trust(self, model: str, trust: bool) -> None:
         """A run that names code to import is followed only by those who said so."""
-        if ":" in model and not model.startswith(("torchvision:", "timm:")) and not trust:
+        if names_code(model) and not trust:
             raise UsageError(
                 f"{self.folder} names its model as '{model}', code that would be imported and called; "
                 "if the run is yours, say --trust."
@@ -168,3 +168,8 @@ class Run:
     def write_json(self, name: str, content: Any) -> None:
         """A JSON file."""
         write_text(self.path(name), json.dumps(content, indent=2) + "\n")
+
+
+def names_code(model: str) -> bool:
+    """Whether a model is named as `package.module:function`."""
+    return ":" in model and not model.startswith(("torchvision:", "timm:"))
