@@ -238,3 +238,39 @@ def test_one_class_is_no_task(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert "nothing to tell apart" in capsys.readouterr().err
     assert main(["data", "check", str(tmp_path / "data")]) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_inside_its_data_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(train_command(folder, folder / "runs" / "a")) == 2
+    assert "inside the data" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+
+
+def test_a_class_that_is_not_trained_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "train" / "disc")
+    assert main(train_command(tmp_path / "data", tmp_path / "run")) == 1
+    assert "'train' has no image of disc" in capsys.readouterr().err
+
+
+def test_what_is_known_at_the_start_is_said_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "--data", "drawn", "--model", "small", "--accelerator", "cpu", "--out", str(tmp_path / "run")]
+    assert main([*command, "--deep-supervision", "[nope]"]) == 2
+    assert "'nope'" in capsys.readouterr().err
+    assert main([*command, "--precision", "16-mixed"]) == 2
+    assert "bf16-mixed" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["standard", "stochastic"])
+def test_a_loss_that_is_not_a_number_ends_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    changes = ["--method", method, "--lr", "1e30", "--clip", "0", "--ranges", "[0.5, 2]", "--epochs", "1"]
+    assert main(train_command(folder, tmp_path / "run", *changes)) == 1
+    assert "not" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "best.safetensors").exists()

@@ -200,27 +200,31 @@ def _value(name: str, text: str) -> Any:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from fasterisnet.data.sources import open_source
+    from fasterisnet.data.base import readable_part
+    from fasterisnet.data.sources import is_own, open_source
     from fasterisnet.training.report import check_classes, metrics_of, own_classes, table
     from fasterisnet.training.run import Run
 
     run = Run(options.run)
     config = run.config
     model, card = run.load_model(trust=options.trust)
-    source = open_source(
-        options.data or config.data, seed=config.seed, **own_classes(options.data or config.data, card)
-    )
+    data = options.data or config.data
+    refine = {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
+    source = open_source(data, seed=config.seed, **own_classes(data, card), **refine)
     check_classes(card, source)
     names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
     if not names:
         raise UsageError(f"The data has no test split (it has {', '.join(source.splits)}); name one with --split.")
-    results = {
-        name: metrics_of(
-            model, card, source.split(name), batch=options.batch, workers=options.workers,
-            attention=not options.no_attention,
+    results = {}
+    for name in names:
+        samples = source.split(name)
+        if config.on_bad_image == "skip":
+            samples, problems = readable_part(samples, options.workers)
+            for text in problems:
+                print(f"Skipped: {text}")
+        results[name] = metrics_of(
+            model, card, samples, batch=options.batch, workers=options.workers, attention=not options.no_attention
         )
-        for name in names
-    }  # fmt: skip
     print(table(results))
     if options.json:
         from fasterisnet.writing import write_text

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Thread
 
 import torch
@@ -15,15 +16,15 @@ from lightning.fabric import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
-from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
+from fasterisnet.data.base import FewerMasks, Samples, Source, hold_out, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
-from fasterisnet.data.sources import open_source
+from fasterisnet.data.sources import is_own, open_source
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.losses import Ranges, has_foreground
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import ISNet, calibrate
+from fasterisnet.methods import ISNet, Standard, calibrate
 from fasterisnet.models import build_model
 from fasterisnet.training.batches import Epochs, Loader
 from fasterisnet.training.config import Config
@@ -63,8 +64,7 @@ class Training:
         self.share = (fabric.global_rank, fabric.world_size)
         self.preparation = preparation_of(config)
         self.source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
-        if len(self.source.classes) < 2 and not self.source.multi_label:
-            raise InputError(f"The data has one class, '{self.source.classes[0]}': there is nothing to tell apart.")
+        check_data(config, self.source)
         training, validation = self._splits()
         self.bad: list[str] = []
         if config.on_bad_image == "skip":
@@ -78,6 +78,7 @@ class Training:
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.method = build_method(config, self.preparation)
+        check_method(config, self.method, model, self.source)
         if isinstance(self.method, ISNet):
             self.method.generator, self.method.share = torch.Generator(), self.share
         self.loader = self._loader(training, training=True)
@@ -293,7 +294,7 @@ class Training:
         total = self._added(sums)
         row = averages(total, "val", self.step.module.weight)
         broken = total[SUMS.index("skipped")] > 0  # relevance was not finite: such a network is not the best
-        return {**row, "val_loss": math.inf} if broken else row
+        return {**row, "val_loss": math.inf} if broken and not math.isnan(row["val_loss"]) else row
 
     def watch(self) -> Row:
         """Accuracy on the watched splits: for curves, never for choosing."""
@@ -324,6 +325,10 @@ class Training:
             "without_mask": int(named["samples"] - named["with_mask"]),
             "skipped": int(named["skipped"]) + progress.skipped,
         }
+        if math.isnan(row["val_loss"]):
+            raise NonFiniteError(
+                f"The loss is not a number after epoch {progress.epoch + 1}; lower lr, which is {config.lr:g}."
+            )
         progress.rows.append(row)
         better = row["val_loss"] < progress.best_loss
         if better:
@@ -361,8 +366,34 @@ class Training:
         config, last = self.config, self.progress.rows[-1]
         return Card(
             config.model, self.source.classes, self.source.multi_label, self.preparation.to_dict(), config.method,
-            config.zb, int(last["epoch"]), float(last["val_loss"]),
+            config.zb, int(last["epoch"]), float(last["val_loss"]) if math.isfinite(last["val_loss"]) else None,
         )  # fmt: skip
+
+
+def check_data(config: Config, source: Source) -> None:
+    """What would make a training worthless, before it begins."""
+    folder = Path(config.data)
+    if is_own(config.data) and folder.is_dir() and Path(config.out).resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"The run {config.out} would lie inside the data {config.data}; choose an --out elsewhere.")
+    if source.multi_label:
+        return
+    if len(source.classes) < 2:
+        raise InputError(f"The data has one class, '{source.classes[0]}': there is nothing to tell apart.")
+    samples = source.split("train")
+    present = {samples.label(i) for i in range(len(samples))}
+    missing = [name for i, name in enumerate(source.classes) if i not in present]
+    if missing:
+        raise InputError(f"The split 'train' has no image of {', '.join(missing)}; `fasterisnet data check` says more.")
+
+
+def check_method(config: Config, method: ISNet | Standard, model: nn.Module, source: Source) -> None:
+    """What the first step after the calibration would find out."""
+    if isinstance(method, ISNet) and source.multi_label and not method.multi_label:
+        raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
+    known = dict(model.named_modules())
+    for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:
+        if name not in known:
+            raise UsageError(f"deep_supervision names '{name}', which is not a module of the model.")
 
 
 def preparation_of(config: Config) -> Preparation:
@@ -402,6 +433,8 @@ def start_fabric(config: Config) -> Fabric:
         Thread(target=_leave_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
     os.environ[PARENT] = str(os.getpid())
     fabric.launch()
+    if config.precision == "16-mixed" and fabric.device.type != "cuda":
+        raise UsageError("16-mixed needs a GPU; on this machine take bf16-mixed.")
     return fabric
 
 

@@ -81,7 +81,7 @@ def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], 
     lines = [
         f"# {config.method}, {config.model}",
         "",
-        f"Weights of epoch {card.epoch} of {config.epochs}, chosen by validation loss ({card.validation_loss:.4f}).",
+        f"Weights of epoch {card.epoch} of {config.epochs}; lowest validation loss: {_shown(card.validation_loss)}.",
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
         "",

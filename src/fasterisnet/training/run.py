@@ -42,7 +42,7 @@ class Card:
     method: str
     zb: bool
     epoch: int
-    validation_loss: float
+    validation_loss: float | None
 
     @property
     def prepare(self) -> Preparation:
@@ -77,7 +77,7 @@ class Run:
         """A folder that holds a run is left alone."""
         if self.path("config.yaml").exists():
             raise UsageError(
-                f"{self.folder} holds a run already; go on with `--resume {self.folder}` or choose another --out."
+                f"{self.folder} holds a run: go on with `--resume {self.folder}`, remove it, or choose another --out."
             )
 
     def create(self, config: Config) -> None:

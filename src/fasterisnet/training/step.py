@@ -31,13 +31,14 @@ class LoggedStep(Step):
         """
         parts = super().forward(images, labels, masks)
         masked = 0 if parts.skipped else parts.samples - parts.without_mask
-        values = torch.stack([parts.classification, parts.background, parts.foreground, parts.heatmap])
-        sums = values.detach().cpu().double() * torch.tensor([parts.samples, masked, masked, masked])
+        maps = torch.stack([parts.background, parts.foreground, parts.heatmap]).detach().cpu().double()
+        maps = torch.zeros_like(maps) if parts.skipped else maps * masked
+        sums = torch.cat([parts.classification.detach().cpu().double().view(1) * parts.samples, maps])
         counts = (correct(parts.logits, labels), parts.samples, masked, int(parts.skipped))
         total = parts.total
         if shares != (1.0, 1.0) and not parts.skipped:
             total = (1 - self.weight) * shares[0] * parts.classification + self.weight * shares[1] * parts.heatmap
-        return total, torch.cat([sums.nan_to_num(), torch.tensor(counts, dtype=torch.float64)])
+        return total, torch.cat([sums, torch.tensor(counts, dtype=torch.float64)])
 
 
 def correct(logits: Tensor, labels: Tensor) -> int:
