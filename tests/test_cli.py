@@ -167,6 +167,8 @@ def test_a_corrupt_image_is_skipped_and_counted(folder: Path, tmp_path: Path) ->
         ["train", "--resume", "x", "--epochs", "3"],
         ["train", "--data", "drawn", "--config", "nowhere.yaml"],
         ["train", "--data", "drawn", "--model", "resnet19", "--out", "OUT"],
+        ["train", "--data", "drawn", "--model", "vgg11", "--size", "8", "--out", "OUT"],
+        ["train", "--data", "drawn", "--model", "small", "--watch", "tset", "--out", "OUT"],
         ["evaluate", "nowhere-at-all"],
         ["explain", "nowhere-at-all", "x.png"],
         ["export", "nowhere-at-all", "--out", "x"],

@@ -107,6 +107,8 @@ def only_tests(result: dict[str, Any]) -> dict[str, Any]:
 def test_other_options_are_not_mixed_into_a_begun_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = Place(tmp_path / "a")
     assert place.run("--methods", "standard") == 0
+    assert place.run("--methods", "standard", "--set", "epochs=3") == 2
+    assert "was made with epochs = 2, not 3" in capsys.readouterr().err
     (place.results / "standard-seed0.json").unlink()
     assert place.run("--methods", "standard", "--set", "epochs=3") == 2
     assert "begun with other options" in capsys.readouterr().err
@@ -127,6 +129,7 @@ def test_the_recipes_of_the_package_are_valid(name: str, tmp_path: Path) -> None
     [
         (["--set", "epochz=3"], "did you mean 'epochs'"),
         (["--set", "epochs"], "KEY=VALUE"),
+        (["--set", "lr=["], "cannot be read"),
         (["--methods", "stocastic"], "did you mean 'stochastic'"),
         (["--recipe", "nowhere.yaml"], "cannot be read"),
     ],

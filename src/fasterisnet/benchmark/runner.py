@@ -83,6 +83,19 @@ def run_row(config: Config, result: Path, command: str) -> None:
     write_text(result, json.dumps(content, indent=1) + "\n")
 
 
+def finished(result: Path, config: Config) -> bool:
+    """Whether a run has its result; one that was made with other options is not passed off as this one's."""
+    if not result.exists():
+        return False
+    made = json.loads(result.read_text(encoding="utf-8"))["config"]
+    for key, value in json.loads(json.dumps(vars(config))).items():
+        if key != "out" and made.get(key, value) != value:
+            raise UsageError(
+                f"{result} was made with {key} = {made[key]}, not {value}; remove it, or take other --results."
+            )
+    return True
+
+
 def main(options: argparse.Namespace) -> int:
     """`fasterisnet benchmark`."""
     recipe = Recipe.read(options.name, options.recipe)
@@ -101,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if not options.report:
         for name, config in plan:
-            if not (results / f"{name}.json").exists():
+            if not finished(results / f"{name}.json", config):
                 row, seed = name.rsplit("-seed", 1)
                 place = f" --data {options.data}" if options.data else ""
                 settings = "".join(f" --set {text}" for text in options.set)
@@ -118,4 +131,7 @@ def _change(text: str) -> tuple[str, Any]:
     known = list(Config.__dataclass_fields__)
     if not separator or key not in known:
         raise UsageError(f"--set {text}: give KEY=VALUE with a known key{nearest(key, known)}")
-    return key, yaml.safe_load(value)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {text}: the value cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fasterisnet.errors import InputError
+from fasterisnet.errors import InputError, UsageError
 
 Label = int | tuple[float, ...]
 
@@ -50,7 +50,7 @@ class Source:
     def split(self, name: str) -> Samples:
         """The samples of one split."""
         if name not in self.splits:
-            raise InputError(f"There is no split '{name}'; the data has {', '.join(self.splits) or 'none'}.")
+            raise UsageError(f"There is no split '{name}'; the data has {', '.join(self.splits) or 'none'}.")
         return self.splits[name]
 
 

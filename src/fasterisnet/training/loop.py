@@ -75,6 +75,7 @@ class Training:
         model = build_model(
             config.model, len(self.source.classes), channels=config.channels, pretrained=config.pretrained
         )
+        check_model(config, model, len(self.source.classes))
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.method = build_method(config, self.preparation)
@@ -384,6 +385,23 @@ def check_data(config: Config, source: Source) -> None:
     missing = [name for i, name in enumerate(source.classes) if i not in present]
     if missing:
         raise InputError(f"The split 'train' has no image of {', '.join(missing)}; `fasterisnet data check` says more.")
+
+
+def check_model(config: Config, model: nn.Module, classes: int) -> None:
+    """Whether the network takes images of this size and has an output for every class."""
+    model.eval()
+    images = torch.zeros(1, config.channels, config.size, config.size)
+    try:
+        with torch.no_grad():
+            output = model(images)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UsageError(
+            f"The model {config.model} cannot take images of {config.size} px with {config.channels} channels: {error}"
+        ) from error
+    shape = tuple(getattr(output, "logits", output).shape)
+    if shape != (1, classes):
+        raise UsageError(f"The model {config.model} has outputs of shape {shape}; it has to be (batch, {classes}).")
+    model.train()
 
 
 def check_method(config: Config, method: ISNet | Standard, model: nn.Module, source: Source) -> None:
