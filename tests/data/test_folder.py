@@ -17,7 +17,7 @@ from PIL import Image
 
 from fasterisnet.data.base import BadImageError, Source
 from fasterisnet.data.decoding import decode_mask, read_image, read_mask, readable
-from fasterisnet.data.folder import Columns, FolderSamples, open_folder, open_manifest
+from fasterisnet.data.folder import Columns, FolderSamples, open_folder
 from fasterisnet.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -338,7 +338,7 @@ def test_a_manifest(tmp_path: Path) -> None:
         f"{outside},test,dog\n"
         "i/c.png,,dog,,p3,\n",
     )
-    source = open_manifest(path)
+    source = open_folder(path)
     assert source.classes == ["a, b", "dog"] and list(source.splits) == ["train", "test"]
     train, test = source.split("train"), source.split("test")
     assert [train.label(i) for i in range(len(train))] == [1, 0] and [train.group(i) for i in (0, 1)] == ["p1", "p2"]
@@ -351,7 +351,7 @@ def test_a_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_other_separators(tmp_path: Path, separator: str) -> None:
     path = manifest(tmp_path, "image,split,label\r\ni/a.png,train,x\r\n".replace(",", separator))
-    assert open_manifest(path).classes == ["x"]
+    assert open_folder(path).classes == ["x"]
 
 
 def test_several_labels(tmp_path: Path) -> None:
@@ -359,18 +359,18 @@ def test_several_labels(tmp_path: Path) -> None:
         tmp_path,
         "image,split,label:sick,label:Old,mask\ni/a.png,train,1,0,m/a.png\ni/b.png,train,0.0,0,\ni/c.png,val,1,1.0,\n",
     )
-    source = open_manifest(path)
+    source = open_folder(path)
     assert source.multi_label and source.classes == ["Old", "sick"]
     assert [source.split("train").label(i) for i in (0, 1)] == [(0.0, 1.0), (0.0, 0.0)]
     assert source.split("val").read(0).label == (1.0, 1.0)
-    assert open_manifest(path, classes=["sick", "Old"]).split("train").label(0) == (1.0, 0.0)
+    assert open_folder(path, classes=["sick", "Old"]).split("train").label(0) == (1.0, 0.0)
     with pytest.raises(InputError, match="differ in thin"):
-        open_manifest(path, classes=["sick", "Old", "thin"])
+        open_folder(path, classes=["sick", "Old", "thin"])
 
 
 def test_columns_of_other_names(tmp_path: Path) -> None:
     path = manifest(tmp_path, "image,part,kind,who,group\ni/a.png,train,x,me,1\n")
-    source = open_manifest(path, columns=Columns(label="kind", split="part", group="who"))
+    source = open_folder(path, columns=Columns(label="kind", split="part", group="who"))
     assert source.split("train").group(0) == "me" and source.classes == ["x"]
 
 
@@ -407,7 +407,7 @@ def test_a_manifest_in_the_folder(tmp_path: Path) -> None:
 def test_broken_manifests_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = manifest(tmp_path, text)
     with pytest.raises(InputError, match=words) as caught:
-        open_manifest(path)
+        open_folder(path)
     assert str(caught.value).startswith(str(path) if "no split" not in words else str(tmp_path))
 
 
@@ -415,14 +415,14 @@ def test_a_manifest_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes("image,split,label\nä.png,train,x\n".encode("latin-1"))
     with pytest.raises(InputError, match="UTF-8"):
-        open_manifest(path)
+        open_folder(path)
     with pytest.raises(InputError, match="cannot be read"):
-        open_manifest(tmp_path / "absent.csv")
+        open_folder(tmp_path / "absent.csv")
 
 
 def test_a_missing_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     path = manifest(tmp_path, "image,split,label,mask\nnone.png,train,x,\ni/a.png,train,x,gone.png\n")
-    train = open_manifest(path).split("train")
+    train = open_folder(path).split("train")
     for i, name in enumerate(("none.png", "gone.png")):
         with pytest.raises(BadImageError) as caught:
             train.read(i)
@@ -450,7 +450,7 @@ def test_boxes_in_a_manifest(tmp_path: Path) -> None:
         "image,split,label,mask,x,y,w,h\ni/a.png,train,k,,1,2,3,4\ni/b.png,train,k,,,,,\ni/a.png,train,k,,7,0,2,1\n"
         "i/c.png,train,k,m/a.png,0,0,1,1\ni/c.png,test,k,,50,0,1,1\n",
     )
-    source = open_manifest(path)
+    source = open_folder(path)
     first, second, third = masks_of(source)
     assert first is not None and torch.equal(first, box_mask((1, 2, 3, 4), (7, 0, 2, 1)))
     assert second is None
@@ -518,9 +518,9 @@ def test_refining_is_asked_for_when_the_data_is_opened(tmp_path: Path, monkeypat
     path = manifest(tmp_path, "image,split,label,x,y,w,h\ni/a.png,train,k,1,2,3,4\n")
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(InputError, match="opencv-python-headless"):
-        open_manifest(path, refine_boxes=True)
+        open_folder(path, refine_boxes=True)
     monkeypatch.setitem(sys.modules, "cv2", object())
-    train = open_manifest(path, refine_boxes=True).split("train")
+    train = open_folder(path, refine_boxes=True).split("train")
     monkeypatch.setattr("fasterisnet.data.folder.refine", lambda image, mask: ~mask)
     refined = train.read(0).mask
     assert refined is not None and torch.equal(refined, ~box_mask((1, 2, 3, 4)))

@@ -13,10 +13,8 @@ Boxes:       a COCO file (DIR/annotations.json, or any other that is named) give
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,35 +24,13 @@ from torch import Tensor
 from fasterisnet.data.base import BadImageError, Label, Reading, Samples, Source
 from fasterisnet.data.boxes import Box, boxes_of, boxes_to_mask, opencv, read_coco, read_voc, refine
 from fasterisnet.data.decoding import is_image_name, read_image, read_mask, readable
+from fasterisnet.data.manifest import AnyPath, Columns, Record, RowError, Table, is_manifest
 from fasterisnet.errors import InputError
 
 MASKS, BOXES = "masks", "boxes"
 MANIFESTS = ("manifest.csv", "index.csv")
-LABEL_PREFIX = "label:"
 LAYOUT = "expected DIR/<split>/<class>/image.png with DIR/masks/<split>/<class>/image.png, or DIR/manifest.csv"
 NO_TRAIN = "no train split"
-
-AnyPath = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the columns of a manifest are called; group: None for `group` or `patient`, whichever there is."""
-
-    label: str = "label"
-    split: str = "split"
-    group: str | None = None
-
-
-class Record(NamedTuple):
-    """One image as listed: the names of its classes (one, unless the task is multi-label) and its files."""
-
-    image: str
-    split: str
-    labels: tuple[str, ...]
-    mask: str | None = None
-    boxes: tuple[Box, ...] = ()
-    group: str | None = None
 
 
 class Finding(NamedTuple):
@@ -140,24 +116,12 @@ def open_folder(
     boxes: AnyPath | None = None,
     refine_boxes: bool = False,
 ) -> Source:
-    """A data set from a folder or a manifest, as described above.
+    """A data set from a folder or a CSV manifest, as described above.
 
     classes: those of a trained model, in its order; then no train split is needed. boxes: a COCO file. refine_boxes:
     tighten boxes by GrabCut, each time an image is read (tenths of a second; needs OpenCV).
     """
     return _source(list_data(path, columns=columns, boxes=boxes), classes, refine_boxes)
-
-
-def open_manifest(
-    path: AnyPath,
-    *,
-    classes: Sequence[str] | None = None,
-    columns: Columns | None = None,
-    boxes: AnyPath | None = None,
-    refine_boxes: bool = False,
-) -> Source:
-    """A data set from a CSV manifest; the options are those of `open_folder`."""
-    return _source(list_manifest(path, columns=columns, boxes=boxes), classes, refine_boxes)
 
 
 def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool) -> Source:
@@ -190,14 +154,14 @@ def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool)
 def list_data(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPath | None = None) -> Listing:
     """What a folder, a manifest in it, or a CSV file lists."""
     if not os.path.exists(path):
-        raise InputError(f"{readable(path)}: there is no such folder or file; {LAYOUT}.")
+        raise InputError(f"{readable(path)}: cannot be read, there is no such folder or file; {LAYOUT}.")
     if not os.path.isdir(path):
         return list_manifest(path, columns=columns, boxes=boxes)
     default = os.path.join(path, "annotations.json")
     boxes = default if boxes is None and os.path.isfile(default) else boxes
     for name in MANIFESTS:
         manifest = os.path.join(path, name)
-        if os.path.isfile(manifest) and (name == MANIFESTS[0] or _is_manifest(manifest, columns or Columns())):
+        if os.path.isfile(manifest) and (name == MANIFESTS[0] or is_manifest(manifest, columns or Columns())):
             return list_manifest(manifest, columns=columns, boxes=boxes)
     return list_folder(path, boxes=boxes)
 
@@ -313,13 +277,13 @@ def _add_boxes(listing: Listing, path: AnyPath) -> None:
 
 def list_manifest(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPath | None = None) -> Listing:
     """The images a CSV names."""
-    table = _Table(path, columns or Columns())
+    table = Table(path, columns or Columns())
     listing = Listing(os.path.dirname(path) or ".", multi_label=bool(table.classes))
     with_boxes: dict[tuple[object, ...], int] = {}
     for line, cells in table.rows():
         try:
             record = table.record(cells, listing.root)
-        except _RowError as error:
+        except RowError as error:
             finding = Finding(error.kind, f"{readable(path)}, line {line}: {error}")
             (listing.odd if error.kind == "no split" else listing.broken).append(finding)
             continue
@@ -334,118 +298,3 @@ def list_manifest(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPa
     if not listing.records and not listing.broken:
         raise InputError(f"{readable(path)}: names no image of any split.")
     return _completed(listing, set(table.classes) or {n for record in listing.records for n in record.labels}, boxes)
-
-
-def _is_manifest(path: str, columns: Columns) -> bool:
-    """An `index.csv` may be about anything."""
-    try:
-        _Table(path, columns)
-    except InputError:
-        return False
-    return True
-
-
-class _RowError(InputError):
-    """A row of a manifest that cannot be used."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class _Table:
-    """A CSV whose columns are understood; commas, semicolons or tabs separate them, as its first line shows."""
-
-    def __init__(self, path: AnyPath, columns: Columns) -> None:
-        self.path = path
-        try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
-        except OSError as error:
-            raise InputError(f"{readable(path)}: cannot be read ({error.strerror}).") from error
-        except UnicodeDecodeError as error:
-            raise InputError(f"{readable(path)}: is not text in UTF-8 ({error}); save it as such.") from error
-        separator = max(",;\t", key=text.partition("\n")[0].count)
-        self.reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-        header = [cell.strip() for cell in next(self.rows(), (1, []))[1]]
-        self.width = len(header)
-        self.place = {name.lower(): i for i, name in enumerate(header) if name}
-        self.classes = {
-            name[len(LABEL_PREFIX) :].strip(): i
-            for i, name in enumerate(header)
-            if name.lower().startswith(LABEL_PREFIX)
-        }
-        self.label, self.split = columns.label.lower(), columns.split.lower()
-        self.group = (columns.group or next((n for n in ("group", "patient") if n in self.place), "")).lower()
-        self._check(header)
-
-    def _check(self, header: list[str]) -> None:
-        needed = ["image", self.split, *([self.group] if self.group else []), *([] if self.classes else [self.label])]
-        missing = [f"'{name}'" for name in needed if name not in self.place]
-        if missing:
-            raise InputError(
-                f"{readable(self.path)}: lacks the column {' and '.join(missing)}. A manifest has image, split, label "
-                f"(or one '{LABEL_PREFIX}NAME' for each class) and, if wanted, mask, group, x, y, w, h; this one has "
-                f"{readable(', '.join(header))[:200] or 'none'}."
-            )
-        if self.classes and self.label in self.place:
-            raise InputError(
-                f"{readable(self.path)}: has the column '{self.label}' and columns '{LABEL_PREFIX}NAME'; keep one kind."
-            )
-        if len(self.place) < sum(map(bool, header)):
-            raise InputError(f"{readable(self.path)}: two columns have the same name; rename one.")
-
-    def rows(self) -> Iterator[tuple[int, list[str]]]:
-        """The rows that are not empty, with their line; the header is the first."""
-        try:
-            for cells in self.reader:
-                if any(cell.strip() for cell in cells):
-                    yield self.reader.line_num, cells
-        except csv.Error as error:
-            raise InputError(f"{readable(self.path)}, line {self.reader.line_num}: is not CSV ({error}).") from error
-
-    def record(self, cells: list[str], root: str) -> Record:
-        """What a row says."""
-        if len(cells) > self.width:
-            raise _RowError("row", f"has {len(cells)} cells, but there are {self.width} columns; quote commas")
-        cells = [cell.strip() for cell in cells] + [""] * (self.width - len(cells))
-        values = {name: cells[i] for name, i in self.place.items()}
-        if not values["image"]:
-            raise _RowError("row", "names no image")
-        if not values[self.split]:
-            raise _RowError("no split", readable(values["image"]))
-        mask = os.path.join(root, values["mask"]) if values.get("mask") else None
-        return Record(
-            image=os.path.join(root, values["image"]),
-            split=values[self.split],
-            labels=self._labels(values, cells),
-            mask=mask,
-            boxes=() if mask else _box([values.get(name, "") for name in ("x", "y", "w", "h")]),
-            group=values.get(self.group) or None,
-        )
-
-    def _labels(self, values: dict[str, str], cells: list[str]) -> tuple[str, ...]:
-        if not self.classes:
-            if not values[self.label]:
-                raise _RowError("label", "has no label")
-            return (values[self.label],)
-        for name, i in self.classes.items():
-            if _number(cells[i]) not in (0, 1):
-                raise _RowError("label", f"has '{readable(cells[i]):.40}' for '{readable(name)}' instead of 0 or 1")
-        return tuple(name for name, i in self.classes.items() if _number(cells[i]) == 1)
-
-
-def _box(cells: list[str]) -> tuple[Box, ...]:
-    if not any(cells):
-        return ()
-    numbers = [number for cell in cells if (number := _number(cell)) is not None]
-    if len(numbers) < len(cells):
-        raise _RowError("row", f"needs a number for each of x, y, w, h, not '{readable(', '.join(cells)):.60}'")
-    x, y, width, height = numbers
-    return (Box(x, y, width, height),)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

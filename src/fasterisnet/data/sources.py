@@ -143,13 +143,11 @@ def _open_path(address: str, given: Mapping[str, Any]) -> Source:
         near = get_close_matches(address.partition(":")[0], KINDS, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UsageError(f"'{readable(address)}' is neither a known data set nor an existing path.{hint} {CHOICES}")
-    table = path.is_file()
-    if table and path.suffix.lower() != ".csv":
+    if path.is_file() and path.suffix.lower() != ".csv":
         raise UsageError(f"{readable(path)}: is neither a folder nor a .csv file. {CHOICES}")
-    from fasterisnet.data.folder import open_folder, open_manifest
+    from fasterisnet.data.folder import open_folder
 
-    arguments = _arguments(readable(path), OWN_DATA, given)
-    return open_manifest(path, **arguments) if table else open_folder(path, **arguments)
+    return open_folder(path, **_arguments(readable(path), OWN_DATA, given))
 
 
 def is_own(spec: str | Path) -> bool:

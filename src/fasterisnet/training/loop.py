@@ -5,30 +5,27 @@ epoch and the step, so a run that was stopped anywhere goes on exactly as if it 
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from threading import Thread
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
-from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
-from fasterisnet.data.base import FewerMasks, Samples, Source, hold_out, readable_part
-from fasterisnet.data.preparing import Preparation, random_stream
-from fasterisnet.data.sources import is_own, open_source
-from fasterisnet.errors import InputError, NonFiniteError, UsageError
+from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
+from fasterisnet.data.preparing import random_stream
+from fasterisnet.data.sources import open_source
+from fasterisnet.errors import InputError, NonFiniteError
 from fasterisnet.losses import Ranges, has_foreground
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import ISNet, Standard, calibrate
+from fasterisnet.methods import ISNet, calibrate
 from fasterisnet.models import build_model
 from fasterisnet.training.batches import Epochs, Loader
+from fasterisnet.training.checks import check_data, check_method, check_model
 from fasterisnet.training.config import Config
-from fasterisnet.training.method import build_method
+from fasterisnet.training.launching import start_fabric
+from fasterisnet.training.method import build_method, preparation_of
 from fasterisnet.training.report import write_report
 from fasterisnet.training.run import Card, Row, Run
 from fasterisnet.training.schedule import learning_rate
@@ -36,7 +33,6 @@ from fasterisnet.training.step import SUMS, LoggedStep, averages, correct
 from fasterisnet.training.watching import Watcher
 
 PATIENCE = 10
-PARENT = "FASTERISNET_PARENT"  # environment variable: the process that started this one
 
 
 @dataclass
@@ -369,98 +365,6 @@ class Training:
             config.model, self.source.classes, self.source.multi_label, self.preparation.to_dict(), config.method,
             config.zb, int(last["epoch"]), float(last["val_loss"]) if math.isfinite(last["val_loss"]) else None,
         )  # fmt: skip
-
-
-def check_data(config: Config, source: Source) -> None:
-    """What would make a training worthless, before it begins."""
-    folder = Path(config.data)
-    if is_own(config.data) and folder.is_dir() and Path(config.out).resolve().is_relative_to(folder.resolve()):
-        raise UsageError(f"The run {config.out} would lie inside the data {config.data}; choose an --out elsewhere.")
-    if source.multi_label:
-        return
-    if len(source.classes) < 2:
-        raise InputError(f"The data has one class, '{source.classes[0]}': there is nothing to tell apart.")
-    samples = source.split("train")
-    present = {samples.label(i) for i in range(len(samples))}
-    missing = [name for i, name in enumerate(source.classes) if i not in present]
-    if missing:
-        raise InputError(f"The split 'train' has no image of {', '.join(missing)}; `fasterisnet data check` says more.")
-
-
-def check_model(config: Config, model: nn.Module, classes: int) -> None:
-    """Whether the network takes images of this size and has an output for every class."""
-    model.eval()
-    images = torch.zeros(1, config.channels, config.size, config.size)
-    try:
-        with torch.no_grad():
-            output = model(images)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UsageError(
-            f"The model {config.model} cannot take images of {config.size} px with {config.channels} channels: {error}"
-        ) from error
-    shape = tuple(getattr(output, "logits", output).shape)
-    if shape != (1, classes):
-        raise UsageError(f"The model {config.model} has outputs of shape {shape}; it has to be (batch, {classes}).")
-    model.train()
-
-
-def check_method(config: Config, method: ISNet | Standard, model: nn.Module, source: Source) -> None:
-    """What the first step after the calibration would find out."""
-    if isinstance(method, ISNet) and source.multi_label and not method.multi_label:
-        raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
-    known = dict(model.named_modules())
-    for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:
-        if name not in known:
-            raise UsageError(f"deep_supervision names '{name}', which is not a module of the model.")
-
-
-def preparation_of(config: Config) -> Preparation:
-    """How images become network input in this run."""
-    return Preparation(
-        config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
-        config.augmentation,  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
-
-
-def processes(config: Config) -> tuple[int, int]:
-    """Processes on a machine and machines: those that torchrun or SLURM started, or what the options say."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
-    if SLURMEnvironment.detect():
-        nodes = int(os.environ.get("SLURM_NNODES", "1"))
-        return int(os.environ["SLURM_NTASKS"]) // nodes, nodes
-    return config.devices, config.nodes
-
-
-def start_fabric(config: Config) -> Fabric:
-    """Processes and devices; DDP for more than one, whoever started them."""
-    devices, nodes = processes(config)
-    several = devices * nodes > 1
-    if config.batch < devices * nodes:
-        raise UsageError(
-            f"batch is {config.batch}, fewer samples than the {devices * nodes} processes that share them."
-        )
-    fabric = Fabric(
-        accelerator=config.accelerator,
-        devices=devices,
-        num_nodes=nodes,
-        precision=config.precision,  # pyright: ignore[reportArgumentType]
-        strategy=DDPStrategy() if several else "auto",
-    )
-    if several and int(os.environ.get("LOCAL_RANK", "0")) > 0 and PARENT in os.environ:
-        Thread(target=_leave_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
-    os.environ[PARENT] = str(os.getpid())
-    fabric.launch()
-    if config.precision == "16-mixed" and fabric.device.type != "cuda":
-        raise UsageError("16-mixed needs a GPU; on this machine take bf16-mixed.")
-    return fabric
-
-
-def _leave_with_parent(parent: int) -> None:
-    """A process that another one started does not wait for hours for one that is gone."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def train(config: Config, *, resume: bool = False, watcher: Watcher | None = None) -> Run:

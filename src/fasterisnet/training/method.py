@@ -1,4 +1,4 @@
-"""A method from the options of a run."""
+"""The method of a run and how its images are prepared, from its options."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def build_method(config: Config, preparation: Preparation) -> ISNet | Standard:
         deep_supervision=config.deep_supervision,
         **options,
     )
+
+
+def preparation_of(config: Config) -> Preparation:
+    """How images become network input in this run."""
+    return Preparation(
+        config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
+        config.augmentation,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""A CSV manifest, row by row: what its columns mean is told in `folder.py`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fasterisnet.data.boxes import Box
+from fasterisnet.data.decoding import readable
+from fasterisnet.errors import InputError
+
+LABEL_PREFIX = "label:"
+
+AnyPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a manifest are called; group: None for `group` or `patient`, whichever there is."""
+
+    label: str = "label"
+    split: str = "split"
+    group: str | None = None
+
+
+class Record(NamedTuple):
+    """One image as listed: the names of its classes (one, unless the task is multi-label) and its files."""
+
+    image: str
+    split: str
+    labels: tuple[str, ...]
+    mask: str | None = None
+    boxes: tuple[Box, ...] = ()
+    group: str | None = None
+
+
+def is_manifest(path: str, columns: Columns) -> bool:
+    """An `index.csv` may be about anything."""
+    try:
+        Table(path, columns)
+    except InputError:
+        return False
+    return True
+
+
+class RowError(InputError):
+    """A row of a manifest that cannot be used."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Table:
+    """A CSV whose columns are understood; commas, semicolons or tabs separate them, as its first line shows."""
+
+    def __init__(self, path: AnyPath, columns: Columns) -> None:
+        self.path = path
+        try:
+            text = Path(path).read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise InputError(f"{readable(path)}: cannot be read ({error.strerror}).") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{readable(path)}: is not text in UTF-8 ({error}); save it as such.") from error
+        separator = max(",;\t", key=text.partition("\n")[0].count)
+        self.reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        header = [cell.strip() for cell in next(self.rows(), (1, []))[1]]
+        self.width = len(header)
+        self.place = {name.lower(): i for i, name in enumerate(header) if name}
+        self.classes = {
+            name[len(LABEL_PREFIX) :].strip(): i
+            for i, name in enumerate(header)
+            if name.lower().startswith(LABEL_PREFIX)
+        }
+        self.label, self.split = columns.label.lower(), columns.split.lower()
+        self.group = (columns.group or next((n for n in ("group", "patient") if n in self.place), "")).lower()
+        self._check(header)
+
+    def _check(self, header: list[str]) -> None:
+        needed = ["image", self.split, *([self.group] if self.group else []), *([] if self.classes else [self.label])]
+        missing = [f"'{name}'" for name in needed if name not in self.place]
+        if missing:
+            raise InputError(
+                f"{readable(self.path)}: lacks the column {' and '.join(missing)}. A manifest has image, split, label "
+                f"(or one '{LABEL_PREFIX}NAME' for each class) and, if wanted, mask, group, x, y, w, h; this one has "
+                f"{readable(', '.join(header))[:200] or 'none'}."
+            )
+        if self.classes and self.label in self.place:
+            raise InputError(
+                f"{readable(self.path)}: has the column '{self.label}' and columns '{LABEL_PREFIX}NAME'; keep one kind."
+            )
+        if len(self.place) < sum(map(bool, header)):
+            raise InputError(f"{readable(self.path)}: two columns have the same name; rename one.")
+
+    def rows(self) -> Iterator[tuple[int, list[str]]]:
+        """The rows that are not empty, with their line; the header is the first."""
+        try:
+            for cells in self.reader:
+                if any(cell.strip() for cell in cells):
+                    yield self.reader.line_num, cells
+        except csv.Error as error:
+            raise InputError(f"{readable(self.path)}, line {self.reader.line_num}: is not CSV ({error}).") from error
+
+    def record(self, cells: list[str], root: str) -> Record:
+        """What a row says."""
+        if len(cells) > self.width:
+            raise RowError("row", f"has {len(cells)} cells, but there are {self.width} columns; quote commas")
+        cells = [cell.strip() for cell in cells] + [""] * (self.width - len(cells))
+        values = {name: cells[i] for name, i in self.place.items()}
+        if not values["image"]:
+            raise RowError("row", "names no image")
+        if not values[self.split]:
+            raise RowError("no split", readable(values["image"]))
+        mask = os.path.join(root, values["mask"]) if values.get("mask") else None
+        return Record(
+            image=os.path.join(root, values["image"]),
+            split=values[self.split],
+            labels=self._labels(values, cells),
+            mask=mask,
+            boxes=() if mask else _box([values.get(name, "") for name in ("x", "y", "w", "h")]),
+            group=values.get(self.group) or None,
+        )
+
+    def _labels(self, values: dict[str, str], cells: list[str]) -> tuple[str, ...]:
+        if not self.classes:
+            if not values[self.label]:
+                raise RowError("label", "has no label")
+            return (values[self.label],)
+        for name, i in self.classes.items():
+            if _number(cells[i]) not in (0, 1):
+                raise RowError("label", f"has '{readable(cells[i]):.40}' for '{readable(name)}' instead of 0 or 1")
+        return tuple(name for name, i in self.classes.items() if _number(cells[i]) == 1)
+
+
+def _box(cells: list[str]) -> tuple[Box, ...]:
+    if not any(cells):
+        return ()
+    numbers = [number for cell in cells if (number := _number(cell)) is not None]
+    if len(numbers) < len(cells):
+        raise RowError("row", f"needs a number for each of x, y, w, h, not '{readable(', '.join(cells)):.60}'")
+    x, y, width, height = numbers
+    return (Box(x, y, width, height),)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
