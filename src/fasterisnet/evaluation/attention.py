@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses import has_foreground, prepare_masks
+from fasterisnet.small_maps import SmallMaps
 
 Fill = float | Sequence[float] | Tensor | None
 
@@ -93,7 +94,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """(sample, class), also of models that return more than logits."""
-    output = model(images)
+    with SmallMaps():
+        output = model(images)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
+from fasterisnet.small_maps import SmallMaps
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -102,7 +103,8 @@ class Standard:
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The classification loss alone."""
-        output = model(images)
+        with SmallMaps():
+            output = model(images)
         logits = getattr(output, "logits", output)
         loss = classification_loss(logits, labels)
         zero = loss.detach() * 0

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from fasterisnet.relevance.catalogue import HANDLERS, bind, handles
 from fasterisnet.relevance.elementwise import product_of_activations, units_with
 from fasterisnet.relevance.functions import ConvolutionSettings
-from fasterisnet.relevance.linear_operations import Contraction, Convolution, Linear, Product
+from fasterisnet.relevance.linear_operations import Contraction, Convolution, Linear, Product, SmallConvolution
 from fasterisnet.relevance.operations import Norm
+from fasterisnet.small_maps import numbers, small
 
 if TYPE_CHECKING:
     from fasterisnet.relevance.catching import Catcher
@@ -32,7 +33,7 @@ def convolution(trace: Catcher, name: str, in_place: bool, func: Any, args: Any,
     n = weight.ndim - 2
     if trace.tag(x) is None or x.ndim != weight.ndim:
         return trace.ordinary(name, func, args, kwargs)
-    dilation = _tuple(dilation, n)
+    dilation = numbers(dilation, n)
     if padding == "valid":
         padding = 0
     elif padding == "same":
@@ -44,7 +45,10 @@ def convolution(trace: Catcher, name: str, in_place: bool, func: Any, args: Any,
             padding = 0
         else:
             padding = [total // 2 for total in totals]
-    settings = ConvolutionSettings(_tuple(stride, n), _tuple(padding, n), dilation, False, (0,) * n, groups)
+    settings = ConvolutionSettings(numbers(stride, n), numbers(padding, n), dilation, False, (0,) * n, groups)
+    geometry = small(x, weight, settings.stride, settings.padding, dilation, groups)
+    if geometry is not None:
+        return _linear(trace, name, SmallConvolution(trace.state, name, x, weight, bias, geometry))
     return _linear(trace, name, Convolution(trace.state, name, x, weight, bias, settings))
 
 
@@ -58,7 +62,7 @@ def transposed_convolution(trace: Catcher, name: str, in_place: bool, func: Any,
     if trace.tag(x) is None or x.ndim != weight.ndim:
         return trace.ordinary(name, func, args, kwargs)
     settings = ConvolutionSettings(
-        _tuple(stride, n), _tuple(padding, n), _tuple(dilation, n), True, _tuple(output_padding, n), groups
+        numbers(stride, n), numbers(padding, n), numbers(dilation, n), True, numbers(output_padding, n), groups
     )
     return _linear(trace, name, Convolution(trace.state, name, x, weight, bias, settings))
 
@@ -109,12 +113,6 @@ def _linear(trace: Catcher, name: str, operation: Linear) -> Tensor:
     y = operation.forward(operation.x_value, operation.weight, operation.bias)
     trace.note(name, "linear")
     return trace.rewire(operation, y, operation=operation, origin=operation)
-
-
-def _tuple(value: Any, n: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * n
-    return tuple(value) * (n if len(value) == 1 else 1)
 
 
 @handles("matmul", "mm", "bmm", "mv", "rmatmul")
@@ -209,7 +207,7 @@ def _norm(
 
 
 def _per_channel(operation: Linear, y: Tensor) -> bool:
-    return isinstance(operation, Convolution) or (type(operation) is Linear and y.ndim == 2)
+    return isinstance(operation, Convolution | SmallConvolution) or (type(operation) is Linear and y.ndim == 2)
 
 
 @handles("layer_norm", "rms_norm", "group_norm", "instance_norm")

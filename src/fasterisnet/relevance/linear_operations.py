@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fasterisnet.relevance.functions import ConvolutionInputGradient, ConvolutionSettings
 from fasterisnet.relevance.operations import Operation, State
+from fasterisnet.small_maps import Geometry, apply, unrolled
 
 if TYPE_CHECKING:
     from fasterisnet.relevance.operations import Norm
@@ -110,6 +111,30 @@ class Convolution(Linear):
         groups = self.settings.groups
         grouped = self.weight.unflatten(0, (groups, -1))
         return (grouped * scale.view(groups, 1, -1, *[1] * (self.weight.ndim - 2))).flatten(0, 1)
+
+
+class SmallConvolution(Linear):
+    """A convolution of a map smaller than its kernel, as a matrix product; see `small_maps`."""
+
+    def __init__(
+        self, state: State, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+    ) -> None:
+        super().__init__(state, name, x, unrolled(weight, geometry), bias)
+        self.geometry = geometry
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return apply(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.geometry)
+
+    def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
+        flat = G.flatten(1) @ weight.to(G.dtype).flatten(0, 1).flatten(1)
+        return flat.view(len(G), -1, *self.geometry.sizes)
+
+    @property
+    def can_pair(self) -> bool:
+        return True
+
+    def paired(self, first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.cat((first, second), 1), torch.cat(weights, 2)
 
 
 class Product(Linear):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -99,15 +100,16 @@ class Loader:
 
 
 class Epochs:
-    """A loader as something to iterate over again and again, an epoch each time."""
+    """A loader as something to iterate over again and again, an epoch, or its first batches, each time."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, batches: int | None = None) -> None:
         self.loader = loader
+        self.batches = batches
         self.next = 0
 
     def __iter__(self) -> Iterator[Batch]:
         self.next += 1
-        return self.loader.epoch(self.next - 1)
+        return islice(self.loader.epoch(self.next - 1), self.batches)
 
 
 class _Careful(Dataset[Any]):

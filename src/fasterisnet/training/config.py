@@ -176,6 +176,9 @@ class Config:
     maps_at_once: int = _option(0, whole(0), "original only: maps in memory together; 0 for all", rare=True)
     ranges: Any = _option(None, ranges, "C1 and C2: a pair or a calibration.json (default: calibrate)", rare=True)
     calibration_epochs: int = _option(4, whole(0), "plain epochs before C1 and C2 are measured", rare=True)
+    calibration_batches: int = _option(
+        0, whole(0), "batches of each of these epochs, and of the one to measure; 0 for all", rare=True
+    )
     calibration_lr: float = _option(1e-3, number(), "learning rate of the calibration", rare=True)
 
     pretrained: Any = _option(False, pretrained, "start from the library's weights, or from a file")

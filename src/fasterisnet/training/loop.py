@@ -17,6 +17,7 @@ from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
 from fasterisnet.data.preparing import random_stream
 from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError, NonFiniteError
+from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.losses import Ranges, has_foreground
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
@@ -137,7 +138,8 @@ class Training:
             torch.manual_seed(random_stream(config.seed, 1, self.share[0]))
             self.method.generator.manual_seed(random_stream(config.seed, 1))  # pyright: ignore[reportOptionalMemberAccess]
             self.method.ranges = calibrate(
-                self.method, self.model, Epochs(self.loader), config.calibration_epochs,
+                self.method, self.model, Epochs(self.loader, config.calibration_batches or None),
+                config.calibration_epochs,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, config.calibration_lr, momentum=0.9),
                 clip=config.clip or None,
             )  # fmt: skip
@@ -302,7 +304,7 @@ class Training:
             with torch.no_grad(), self.fabric.autocast():
                 for batch in loader.epoch(0):
                     images, labels, _ = self._moved(*batch)
-                    counts = counts + torch.tensor([correct(self.model(images), labels), len(labels)])
+                    counts = counts + torch.tensor([correct(logits_of(self.model, images), labels), len(labels)])
             right, samples = self._added(counts).tolist()
             row[f"{name}_accuracy"] = right / samples
         return row

@@ -1,0 +1,106 @@
+"""Convolutions of maps smaller than their kernel: the same results, maps and gradients as convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models import resnet18
+
+from fasterisnet import small_maps
+from fasterisnet.methods import Dual, Original, Standard
+from fasterisnet.relevance import linear
+from fasterisnet.small_maps import WORTHWHILE, SmallMaps, small
+
+DIMENSIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Sizes, kernel, stride and padding of a convolution that has a result."""
+    n = draw(st.integers(1, 3))
+    sizes, kernel, stride, padding = [], [], [], []
+    for _ in range(n):
+        k = draw(st.integers(1, 5))
+        p = draw(st.integers(0, k - 1))
+        sizes.append(draw(st.integers(max(1, k - 2 * p), 5)))
+        kernel.append(k)
+        stride.append(draw(st.integers(1, 3)))
+        padding.append(p)
+    return tuple(sizes), tuple(kernel), tuple(stride), tuple(padding)
+
+
+def results(y: Tensor, *leaves: Tensor) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(y.shape, generator=generator, dtype=y.dtype)
+    return [y, *torch.autograd.grad((y * weights).sum(), leaves)]
+
+
+@given(geometries(), st.booleans())
+def test_any_geometry(geometry: tuple[tuple[int, ...], ...], with_bias: bool) -> None:
+    sizes, kernel, stride, padding = geometry
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((WORTHWHILE, 2, *sizes), (3, 2, *kernel), (3,))
+    )
+    leaves = (x, weight, bias) if with_bias else (x, weight)
+    convolve = DIMENSIONS[len(sizes)]
+    expected = results(convolve(*leaves, stride=stride, padding=padding), *leaves)
+    with SmallMaps():
+        found = convolve(*leaves, stride=stride, padding=padding)
+    for got, wanted in zip(results(found, *leaves), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "samples", "settings", "is_small"),
+    [
+        (1, 1, {}, True),
+        (2, WORTHWHILE, {}, True),
+        (2, WORTHWHILE - 1, {}, False),
+        (2, 1, {"stride": (2, 2)}, True),
+        (3, WORTHWHILE, {}, True),
+        (4, WORTHWHILE, {}, False),
+        (1, 1, {"dilation": (2, 2)}, False),
+        (1, 1, {"groups": 2}, False),
+    ],
+)
+def test_which_are_small(size: int, samples: int, settings: dict[str, object], is_small: bool) -> None:
+    values: dict[str, Any] = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, **settings}
+    found = small(torch.zeros(samples, 4, size, size), torch.zeros(8, 4 // values["groups"], 3, 3), **values)
+    assert (found is not None) == is_small
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("method", [Standard(), Original(0.7, box=None), Dual(0.7)], ids=lambda m: type(m).__name__)
+def test_a_training_step_is_the_same(method: Standard, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = resnet18(num_classes=3).double()
+    images, labels = torch.rand(WORTHWHILE, 3, 28, 28, dtype=torch.float64), torch.arange(WORTHWHILE) % 3
+    masks = torch.zeros(WORTHWHILE, 1, 28, 28)
+    masks[:, :, 8:20, 8:20] = 1
+    if last:
+        model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
+    if not isinstance(method, Standard):
+        method.ranges = (1e-3, 10.0)
+    found = step(method, model, images, labels, masks)
+    met: list[int] = []
+    for module in (linear, small_maps):
+        monkeypatch.setattr(module, "small", lambda *_: met.append(1))
+    expected = step(method, model, images, labels, masks)
+    assert met
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-9)
+
+
+def step(method: Standard, model: nn.Module, images: Tensor, labels: Tensor, masks: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    parts = method.loss(model, images, labels, masks)
+    parts.total.backward()
+    return [parts.total.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
