@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from fasterisnet.benchmark.runner import Recipe
 from fasterisnet.cli import main
@@ -21,7 +23,7 @@ common:
 rows:
   standard: {method: standard}
   reference: {method: standard, data_options: {bias: none}}
-  stochastic: {method: stochastic, checkpoint_every: 2}
+  stochastic: {method: stochastic, checkpoint_every: 2, ranges: null, calibration_epochs: 0, calibration_batches: 2}
 paper:
   standard: [1.0, 0.654, 0.124]
 """
@@ -97,7 +99,23 @@ def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.C
     ]
     assert cells[6] == f"{100 * max(gaps):.1f}"
     assert "fasterisnet benchmark mnist --methods standard" in line
-    assert (place.results / "accuracy-standard.png").exists()
+
+
+def test_the_pictures_come_from_the_results(tmp_path: Path) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard", "stochastic") == 0
+    shutil.rmtree(tmp_path / "a" / "runs")
+    before = {path.name: path.read_bytes() for path in place.results.glob("*.png")}
+    assert sorted(before) == ["accuracy.png", "f.png", "heatmaps.png"]
+    for name in before:
+        (place.results / name).unlink()
+    assert place.run("--report") == 0
+    assert {path.name: path.read_bytes() for path in place.results.glob("*.png")} == before
+    maps = load_file(place.results / "stochastic-seed0.safetensors")
+    assert maps["images"].shape[0] == maps["maps"].shape[0] == maps["masks"].shape[0] > 1
+    assert bool(maps["maps"].abs().sum((1, 2)).gt(0).all())
+    (place.results / "stochastic-seed0.safetensors").write_bytes(b"no tensors")
+    assert place.run("--report") == 1
 
 
 def only_tests(result: dict[str, Any]) -> dict[str, Any]:

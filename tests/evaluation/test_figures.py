@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation import accuracy_figure, curve_of_f, figures, heatmap_figure, overlay, save_figure
-from fasterisnet.evaluation.figures import NEGATIVE, OUTLINE, PALEST, POSITIVE
+from fasterisnet.evaluation.figures import NEGATIVE, OUTLINE, PALEST, POSITIVE, accuracy_panels, times_figure
 
 
 def colour(rgb: tuple[float, ...]) -> list[int]:
@@ -177,6 +177,24 @@ def test_accuracy_over_epochs() -> None:
     assert second.get_xdata() == pytest.approx([2]) and second.get_ydata() == pytest.approx([20])
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["i.i.d. (90.0)", "deceiving (20.0)"]
     accuracy_figure({})
+
+
+def test_panels_of_accuracy() -> None:
+    histories = {f"row {i}": {"i.i.d.": [0.5, 0.1 * i], "deceiving": [0.2, None]} for i in range(5)}
+    axes = accuracy_panels(histories, columns=3).axes
+    shown = [axis for axis in axes if axis.get_visible()]
+    assert [axis.get_title() for axis in shown] == list(histories)
+    assert shown[4].lines[0].get_ydata() == pytest.approx([50, 40])
+    assert [axis.get_xlabel() for axis in shown] == ["", "", "epoch", "epoch", "epoch"]
+    with pytest.raises(InputError, match="no history"):
+        accuracy_panels({})
+
+
+def test_times_over_classes() -> None:
+    axis = times_figure({"Original": {1: 0.1, 10: 1.0}}, {"Original": 1.0}).axes[0]
+    assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
+    assert axis.lines[0].get_xdata() == pytest.approx([1, 10]) and axis.lines[0].get_ydata() == pytest.approx([0.1, 1])
+    assert axis.get_legend().get_texts()[0].get_text() == "Original, slope 1.00"
 
 
 def test_curve_of_f_is_the_papers() -> None:

@@ -257,6 +257,17 @@ def test_without_attention_nothing_is_explained(monkeypatch: pytest.MonkeyPatch)
         evaluate(network(), [batch()], names(3))
 
 
+def test_one_sample_of_several_is_explained() -> None:
+    images, labels, masks = batch(7)
+    parts = [(images[:4], labels[:4], masks[:4]), (images[4:], labels[4:], masks[4:])]
+    found = evaluate(network(), parts, names(3), every=3)
+    chosen = [0, 3, 6]
+    wanted = evaluate(network(), [(images[chosen], labels[chosen], masks[chosen])], names(3))
+    for key in ("explained", "background_mass", "highest_pixel_inside"):
+        assert found[key] == pytest.approx(wanted[key])
+    assert found["explained"] == 3 and found["samples"] == 7
+
+
 def test_maps_of_nothing_are_counted() -> None:
     """A net whose logits do not depend on the image has no map to speak of."""
     model = network()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from fasterisnet.benchmark.pictures import save_maps
 from fasterisnet.errors import UsageError
 from fasterisnet.training.config import Config, nearest
 from fasterisnet.training.loop import train
@@ -20,12 +21,14 @@ from fasterisnet.training.run import Run
 from fasterisnet.training.watching import Terminal
 from fasterisnet.writing import write_text
 
-KEYS = ("data", "seeds", "tests", "metric", "common", "rows", "paper")
+KEYS = ("data", "seeds", "tests", "metric", "common", "rows", "paper", "notes")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment: what its rows share, the rows, the splits that test them and what the paper has for each."""
+    """An experiment: what its rows share, the rows, the splits that test them, what the paper has for each row, and
+    what is to be said of it.
+    """
 
     name: str
     data: str
@@ -35,6 +38,7 @@ class Recipe:
     rows: dict[str, dict[str, Any]]
     paper: dict[str, list[float | None]]
     metric: str = "accuracy"
+    notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, name: str, file: str | None = None) -> Recipe:
@@ -60,8 +64,8 @@ class Recipe:
         return Config(**{**options, "seed": seed, "out": str(out), **changes})
 
 
-def run_row(config: Config, result: Path, command: str) -> None:
-    """One run, from wherever it is to its result file."""
+def run_row(config: Config, result: Path, command: str, shown: str) -> None:
+    """One run, from wherever it is to its result file; `shown` is the split whose samples are explained in pictures."""
     run = Run(config.out)
     begun = run.path("config.yaml").exists()
     if begun and run.config != config:
@@ -80,6 +84,10 @@ def run_row(config: Config, result: Path, command: str) -> None:
         "tests": report["tests"],
         "epochs": progress["rows"],
     }
+    calibration = run.path("calibration.json")
+    if calibration.exists():
+        content["ranges"] = json.loads(calibration.read_text(encoding="utf-8"))
+    save_maps(run, shown, result.with_suffix(".safetensors"))
     write_text(result, json.dumps(content, indent=1) + "\n")
 
 
@@ -119,7 +127,7 @@ def main(options: argparse.Namespace) -> int:
                 place = f" --data {options.data}" if options.data else ""
                 settings = "".join(f" --set {text}" for text in options.set)
                 command = f"fasterisnet benchmark {recipe.name} --methods {row} --seeds {seed}{place}{settings}"
-                run_row(config, results / f"{name}.json", command)
+                run_row(config, results / f"{name}.json", command, recipe.tests[0])
     from fasterisnet.benchmark.tables import write_tables
 
     print(write_tables(recipe, results))

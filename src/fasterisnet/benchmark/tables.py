@@ -8,9 +8,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from fasterisnet.benchmark.pictures import heatmap_grid
 from fasterisnet.benchmark.runner import Recipe
 from fasterisnet.errors import InputError
-from fasterisnet.evaluation.figures import accuracy_figure, save_figure
+from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, save_figure
 from fasterisnet.writing import write_text
 
 Results = dict[str, list[dict[str, Any]]]
@@ -28,16 +29,24 @@ def read_results(folder: Path, known: list[str]) -> Results:
 
 
 def write_tables(recipe: Recipe, folder: Path) -> str:
-    """table.md and accuracy.png; returns the table."""
+    """table.md, accuracy.png, heatmaps.png and f.png, of the first seed of each row; returns the table."""
     results = read_results(folder, list(recipe.rows))
     if not results:
         raise InputError(f"{folder} has no finished run yet.")
     content = table(recipe, results)
     write_text(folder / "table.md", content + "\n")
-    for row, runs in results.items():
-        history = _history(recipe, runs[0]["epochs"])
-        if history:
-            save_figure(accuracy_figure(history), folder / f"accuracy-{row}.png")
+    histories = {row: _history(recipe, runs[0]["epochs"]) for row, runs in results.items()}
+    histories = {row: history for row, history in histories.items() if history}
+    if histories:
+        save_figure(accuracy_panels(histories), folder / "accuracy.png")
+    seeds = {row: runs[0]["config"]["seed"] for row, runs in results.items()}
+    heatmap_grid(
+        {row: folder / f"{row}-seed{seed}.safetensors" for row, seed in seeds.items()}, folder / "heatmaps.png"
+    )
+    ranges = next((runs[0]["ranges"] for runs in results.values() if "ranges" in runs[0]), None)
+    if ranges is not None:
+        bounds = ranges["depths"]["input"]
+        save_figure(curve_of_f(min(bounds["c1"]), max(bounds["c2"])), folder / "f.png")
     return content
 
 
@@ -62,8 +71,9 @@ def table(recipe: Recipe, results: Results) -> str:
         lines.append(
             f"| {row} | {seeds} | {epochs} | {' | '.join(cells)} | {100 * gap:.1f} | {minutes:.1f} | {command} |"
         )
+    notes = [f"- {row}: {text}" for row, text in recipe.notes.items() if row in results]
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
-    return "\n".join([*lines, "", f"Machine: {'; '.join(machines)}."])
+    return "\n".join([*lines, "", *notes, *[""][: len(notes)], f"Machine: {'; '.join(machines)}."])
 
 
 def _cell(values: list[float], paper: float | None) -> str:

@@ -20,6 +20,7 @@ from fasterisnet.writing import replacing
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 POSITIVE, NEGATIVE, OUTLINE = (0.86, 0.08, 0.10), (0.10, 0.25, 0.90), (0.05, 0.60, 0.20)
@@ -90,23 +91,68 @@ def heatmap_figure(
     return figure
 
 
-def accuracy_figure(history: Mapping[str, Sequence[float | None]]) -> Figure:
+History = Mapping[str, Sequence[float | None]]
+
+
+def accuracy_figure(history: History) -> Figure:
     """Accuracy on every test (0 to 1) after each epoch; None where a test was not made."""
     figure = _figure(6.4, 3.8)
+    axis = figure.subplots()
+    _accuracies(axis, history, with_last=True)
+    axis.set(xlabel="epoch", ylabel="accuracy, %")
+    if history:
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return figure
+
+
+def accuracy_panels(histories: Mapping[str, History], *, columns: int = 4) -> Figure:
+    """The same for several networks, one panel each, on one scale. All have the same tests."""
+    if not histories:
+        raise InputError("There is no history to draw.")
+    columns = min(columns, len(histories))
+    rows = -(-len(histories) // columns)
+    figure = _figure(2.3 * columns + 0.6, 2.0 * rows + 0.6)
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axis in axes.flat[len(histories) :]:
+        axis.set_visible(False)
+    for axis, (name, history) in zip(axes.flat, histories.items(), strict=False):
+        _accuracies(axis, history, with_last=False)
+        axis.set_title(name, fontsize=10)
+    for row in axes:
+        row[0].set_ylabel("accuracy, %")
+    for position in range(len(histories)):
+        if position + columns >= len(histories):
+            axes.flat[position].set_xlabel("epoch")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def _accuracies(axis: Axes, history: History, *, with_last: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis = figure.subplots()
     for position, (name, values) in enumerate(history.items()):
         points = [(epoch, 100 * v) for epoch, v in enumerate(values, start=1) if v is not None and math.isfinite(v)]
         colour, style = LINES[position % len(LINES)], ("-", "--", ":")[position // len(LINES) % 3]
-        last = f" ({points[-1][1]:.1f})" if points else ""
+        last = f" ({points[-1][1]:.1f})" if points and with_last else ""
         axis.plot(*_columns(points), style, color=colour, marker="o", markersize=3, label=name + last)
-    axis.set(xlabel="epoch", ylabel="accuracy, %", ylim=(0, 102))
+    axis.set(ylim=(0, 102))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)
-    if history:
-        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def times_figure(times: Mapping[str, Mapping[int, float]], slopes: Mapping[str, float]) -> Figure:
+    """Seconds of a step over the number of classes, for several methods, both axes logarithmic."""
+    figure = _figure(6.4, 3.8)
+    axis = figure.subplots()
+    for position, (name, values) in enumerate(times.items()):
+        label = f"{name}, slope {slopes[name]:.2f}"
+        axis.loglog(list(values), list(values.values()), "o-", color=LINES[position % len(LINES)], ms=3, label=label)
+    axis.set(xlabel="classes", ylabel="seconds of a training step")
+    axis.grid(color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
     return figure
 
 

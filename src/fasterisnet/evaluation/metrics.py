@@ -37,18 +37,20 @@ def evaluate(
     multi_label: bool = False,
     box: tuple[Any, Any] | None = None,
     attention: bool = True,
+    every: int = 1,
     device: torch.device | str | None = None,
 ) -> Metrics:
     """All metrics of a model over batches (images, labels, masks), in evaluation mode; masks may be None or empty.
 
     box: what the images live in, for zB in the maps. attention: whether to explain the predicted logits as well, which
-    takes a few times as long. device: the model's own if None.
+    takes a few times as long; every: of how many samples one is explained. device: the model's own if None.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     model.to(device)
     logits: list[Tensor] = []
     labels: list[Tensor] = []
     looked: list[Tensor] = []
+    met = 0
     with evaluating(model):
         for images, truth, masks in batches:
             shown = images.to(device)
@@ -56,7 +58,9 @@ def evaluate(
                 logits.append(logits_of(model, shown).double().cpu())
             labels.append(truth.cpu())
             if attention:
-                looked.append(_attention(model, shown, gathered_masks(masks, shown), box))
+                chosen = (torch.arange(met, met + len(shown)) % every == 0).to(device)
+                met += len(shown)
+                looked.append(_attention(model, shown[chosen], gathered_masks(masks, shown)[chosen], box))
     if not logits:
         raise InputError("There is nothing to evaluate: the batches hold no sample.")
     found = classification_metrics(torch.cat(logits), torch.cat(labels), classes, multi_label=multi_label)

@@ -29,13 +29,15 @@ def metrics_of(
     batch: int = 32,
     workers: int = 0,
     attention: bool = True,
+    explained: int = 0,
     device: Any = None,
 ) -> dict[str, Any]:
-    """All metrics of a network on one split."""
+    """All metrics of a network on one split; explained: how many samples, at most, have maps measured (0: all)."""
     batches = Loader(samples, card.prepare, batch, workers=workers).epoch(0)
     return evaluate(
-        model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention, device=device
-    )
+        model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
+        every=-(-len(samples) // explained) if explained else 1, device=device,
+    )  # fmt: skip
 
 
 def own_classes(data: str, card: Card) -> dict[str, Any]:
@@ -74,7 +76,9 @@ def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], 
             bad += problems
     results = {}
     for name, samples in tests.items():
-        results[name] = metrics_of(model, card, samples, batch=config.batch, workers=config.workers, device=device)
+        results[name] = metrics_of(
+            model, card, samples, batch=config.batch, workers=config.workers, explained=config.explained, device=device
+        )
         shown = (f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
         say(f"{name}: {', '.join(shown)}")
         picture(run, model, card, samples, f"heatmaps-{name}.png", device)

@@ -1,0 +1,69 @@
+"""Where the networks of an experiment look: the same few test samples, explained by every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fasterisnet.data.base import Label, Samples
+from fasterisnet.data.sources import open_source
+from fasterisnet.errors import InputError
+from fasterisnet.evaluation.figures import heatmap_figure, save_figure
+from fasterisnet.relevance.explain import explain
+from fasterisnet.training.report import viewable
+from fasterisnet.training.run import Run
+from fasterisnet.writing import replacing
+
+SHOWN = 4
+
+
+def save_maps(run: Run, split: str, path: Path) -> None:
+    """Test samples of different classes, their masks, and the map of their true class (epsilon, zB at the input)."""
+    config = run.config
+    model, card = run.load_model(trust=True)
+    samples = open_source(config.data, seed=config.seed).split(split)
+    readings = [samples.read(i) for i in _of_different_classes(samples, SHOWN)]
+    prepared = [card.prepare(r.image, r.mask) for r in readings]
+    images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])
+    labels = torch.tensor([_class_of(r.label) for r in readings])
+    maps = explain(model, images, labels, box=card.prepare.box).nan_to_num()
+    content = {"images": viewable(images, card), "masks": masks, "maps": maps.sum(1)}
+    with replacing(path) as temporary:
+        save_file({key: value.contiguous() for key, value in content.items()}, temporary)
+
+
+def _class_of(label: Label) -> int:
+    """Of several true ones the first."""
+    return label if isinstance(label, int) else label.index(max(label))
+
+
+def _of_different_classes(samples: Samples, count: int) -> list[int]:
+    """The first sample of each of the first `count` classes that are met."""
+    met: dict[Any, int] = {}
+    for i in range(len(samples)):
+        met.setdefault(str(samples.label(i)), i)
+        if len(met) == count:
+            break
+    return list(met.values())
+
+
+def heatmap_grid(files: dict[str, Path], path: Path) -> None:
+    """Columns: the samples. Rows: the samples themselves, then the maps of every row of the experiment."""
+    contents = {row: _loaded(file) for row, file in files.items() if file.exists()}
+    if not contents:
+        return
+    first = next(iter(contents.values()))
+    maps = {row: content["maps"] for row, content in contents.items()}
+    save_figure(heatmap_figure(first["images"], maps, first["masks"], layout="columns"), path)
+
+
+def _loaded(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} holds no maps of a benchmark: {error}") from error
