@@ -91,13 +91,13 @@ def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.C
     line = next(line for line in table.splitlines() if line.startswith("| standard"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     mean = (first["deceiving"]["accuracy"] + second["deceiving"]["accuracy"]) / 2
-    assert cells[1:3] == ["0, 1", "2"]
-    assert cells[5].startswith(f"{mean:.3f} ±") and cells[5].endswith("[0.124]")
+    assert cells[1] == "0, 1" and cells[2].isdigit() and cells[3] == "2"
+    assert cells[6].startswith(f"{mean:.3f} ±") and cells[6].endswith("[0.124]")
     gaps = [
         max(t[k]["accuracy"] for k in t) - min(t[k]["accuracy"] for k in t)
         for t in (only_tests(first), only_tests(second))
     ]
-    assert cells[6] == f"{100 * max(gaps):.1f}"
+    assert cells[7] == f"{100 * max(gaps):.1f}"
     assert "fasterisnet benchmark mnist --methods standard" in line
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples
-from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.relevance.explain import explain
@@ -22,11 +21,9 @@ from fasterisnet.writing import replacing
 SHOWN = 4
 
 
-def save_maps(run: Run, split: str, path: Path) -> None:
+def save_maps(run: Run, samples: Samples, path: Path) -> None:
     """Test samples of different classes, their masks, and the map of their true class (epsilon, zB at the input)."""
-    config = run.config
     model, card = run.load_model(trust=True)
-    samples = open_source(config.data, seed=config.seed).split(split)
     readings = [samples.read(i) for i in _of_different_classes(samples, SHOWN)]
     prepared = [card.prepare(r.image, r.mask) for r in readings]
     images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from fasterisnet.benchmark.pictures import save_maps
+from fasterisnet.data.sources import open_source
 from fasterisnet.errors import UsageError
 from fasterisnet.training.config import Config, nearest
 from fasterisnet.training.loop import train
@@ -75,10 +76,12 @@ def run_row(config: Config, result: Path, command: str, shown: str) -> None:
         train(config, resume=begun, watcher=watcher)
     report = json.loads(run.path("report.json").read_text())
     progress = (run.load_state() or {})["progress"]
+    source = open_source(config.data, seed=config.seed)
     content = {
         "command": command,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}",
         "config": vars(config),
+        "training_samples": len(source.split("train")),
         "training_seconds": round(progress["seconds"], 1),
         "best_epoch": report["epoch"],
         "tests": report["tests"],
@@ -87,7 +90,7 @@ def run_row(config: Config, result: Path, command: str, shown: str) -> None:
     calibration = run.path("calibration.json")
     if calibration.exists():
         content["ranges"] = json.loads(calibration.read_text(encoding="utf-8"))
-    save_maps(run, shown, result.with_suffix(".safetensors"))
+    save_maps(run, source.split(shown), result.with_suffix(".safetensors"))
     write_text(result, json.dumps(content, indent=1) + "\n")
 
 

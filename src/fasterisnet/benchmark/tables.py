@@ -52,7 +52,7 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
 
 def table(recipe: Recipe, results: Results) -> str:
     """One line a row: mean over the seeds on every test, the paper's number in brackets."""
-    head = ["row", "seeds", "epochs", *recipe.tests, "largest gap, points", "training, min", "command"]
+    head = ["row", "seeds", "samples", "epochs", *recipe.tests, "largest gap, points", "training, min", "command"]
     lines = [
         f"{recipe.metric}, mean over seeds; in brackets the paper's",
         "",
@@ -66,11 +66,11 @@ def table(recipe: Recipe, results: Results) -> str:
         gap = max(max(seed) - min(seed) for seed in zip(*values, strict=True))
         minutes = statistics.mean(run["training_seconds"] for run in runs) / 60
         epochs = "/".join(sorted({str(run["config"]["epochs"]) for run in runs}))
+        samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = ", ".join(str(run["config"]["seed"]) for run in runs)
         command = f"`{runs[0]['command']}`"
-        lines.append(
-            f"| {row} | {seeds} | {epochs} | {' | '.join(cells)} | {100 * gap:.1f} | {minutes:.1f} | {command} |"
-        )
+        facts = [row, seeds, samples, epochs, *cells, f"{100 * gap:.1f}", f"{minutes:.1f}", command]
+        lines.append(f"| {' | '.join(facts)} |")
     notes = [f"- {row}: {text}" for row, text in recipe.notes.items() if row in results]
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
     return "\n".join([*lines, "", *notes, *[""][: len(notes)], f"Machine: {'; '.join(machines)}."])
