@@ -14,8 +14,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    temporary.touch()
+    mode = temporary.stat().st_mode
+    temporary.unlink()
     try:
         yield temporary
+        temporary.chmod(mode)  # some libraries write files that only their owner may read
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -113,6 +113,12 @@ def test_tied_weights_can_be_saved(tmp_path: Path) -> None:
     assert torch.equal(state["a"], shared) and torch.equal(state["b"], shared)
 
 
+def test_weights_can_be_read_by_whoever_can_read_other_files(tmp_path: Path) -> None:
+    run, _ = saved(tmp_path)
+    (tmp_path / "ordinary").touch()
+    assert run.path("best.safetensors").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
 def test_nothing_is_left_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.save_state({"progress": {"epoch": 1}})
