@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 NAMES = "input weight bias stride padding dilation groups"
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
-# Samples from which on a matrix with more than one pixel of result is worth being put together.
+# With more than one pixel of result the matrix is larger than the kernel: it is worth being put together from this many
+# samples on, and if it saves half of the multiplications.
 WORTHWHILE = 32
 
 
@@ -54,7 +55,7 @@ def small(
     out = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding, strict=True))
     if any(o < 1 for o in out) or any(p >= k for p, k in zip(padding, kernel, strict=True)):
         return None
-    if math.prod(out) > 1 and len(x) < WORTHWHILE:
+    if math.prod(out) > 1 and (len(x) < WORTHWHILE or 2 * math.prod(sizes) > math.prod(kernel)):
         return None
     return Geometry(sizes, kernel, out, tuple(stride), tuple(padding))
 
