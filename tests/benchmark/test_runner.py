@@ -97,8 +97,8 @@ def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.C
         max(t[k]["accuracy"] for k in t) - min(t[k]["accuracy"] for k in t)
         for t in (only_tests(first), only_tests(second))
     ]
-    assert cells[7] == f"{100 * max(gaps):.1f}"
-    assert "fasterisnet benchmark mnist --methods standard" in line
+    assert cells[7] == f"{100 * max(gaps):.2f}"
+    assert "`fasterisnet benchmark mnist --methods standard --seeds 0 1`" in line
 
 
 def test_the_pictures_come_from_the_results(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def table(recipe: Recipe, results: Results) -> str:
         minutes = statistics.mean(run["training_seconds"] for run in runs) / 60
         epochs = "/".join(sorted({str(run["config"]["epochs"]) for run in runs}))
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
-        seeds = ", ".join(str(run["config"]["seed"]) for run in runs)
-        command = f"`{runs[0]['command']}`"
-        facts = [row, seeds, samples, epochs, *cells, f"{100 * gap:.1f}", f"{minutes:.1f}", command]
+        seeds = [str(run["config"]["seed"]) for run in runs]
+        command = runs[0]["command"].replace(f"--seeds {seeds[0]}", f"--seeds {' '.join(seeds)}")
+        facts = [row, ", ".join(seeds), samples, epochs, *cells, f"{100 * gap:.2f}", f"{minutes:.1f}", f"`{command}`"]
         lines.append(f"| {' | '.join(facts)} |")
     notes = [f"- {row}: {text}" for row, text in recipe.notes.items() if row in results]
     machines = sorted({run["machine"] for runs in results.values() for run in runs})

@@ -135,7 +135,10 @@ def _accuracies(axis: Axes, history: History, *, with_last: bool) -> None:
         points = [(epoch, 100 * v) for epoch, v in enumerate(values, start=1) if v is not None and math.isfinite(v)]
         colour, style = LINES[position % len(LINES)], ("-", "--", ":")[position // len(LINES) % 3]
         last = f" ({points[-1][1]:.1f})" if points and with_last else ""
-        axis.plot(*_columns(points), style, color=colour, marker="o", markersize=3, label=name + last)
+        width = 1.5 + 1.5 * max(0, min(len(history), 4) - 1 - position)  # lines below others are wider, so they show
+        axis.plot(
+            *_columns(points), style, color=colour, linewidth=width, marker="o", ms=width + 1.5, label=name + last
+        )
     axis.set(ylim=(0, 102))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(color="0.9")

@@ -1,0 +1,33 @@
+"""The results in the repository: the tables and the page about them say what the result files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fasterisnet.benchmark.runner import Recipe, finished
+from fasterisnet.benchmark.tables import read_results, table
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if list(path.glob("*-seed*.json")))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_table_is_the_one_of_the_result_files(name: str) -> None:
+    folder, recipe = ROOT / "results" / name, Recipe.read(name)
+    made = table(recipe, read_results(folder, list(recipe.rows)))
+    assert (folder / "table.md").read_text(encoding="utf-8") == made + "\n"
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    for line in made.splitlines():
+        assert line in page
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_results_were_made_with_the_recipe(name: str, tmp_path: Path) -> None:
+    recipe = Recipe.read(name)
+    for path in (ROOT / "results" / name).glob("*-seed*.json"):
+        row, seed = path.stem.rsplit("-seed", 1)
+        folder = json.loads(path.read_text())["config"]["data"].split(":", 1)[1].split("?")[0]
+        assert finished(path, recipe.config(row, int(seed), folder, tmp_path, {}))
