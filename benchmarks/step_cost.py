@@ -32,6 +32,7 @@ from fasterisnet.relevance import rules
 from fasterisnet.relevance.engine import Trace
 from fasterisnet.relevance.explain import explain, relevance_maps
 from fasterisnet.relevance.targets import Joint, Logit, Target
+from fasterisnet.small_maps import SmallMaps
 
 BACKBONES = {"resnet18": (128, 28), "resnet50": (4, 224), "densenet121": (4, 224)}
 RESNET_LAYERS = ["maxpool", "layer1", "layer2", "layer3", "layer4"]
@@ -45,8 +46,7 @@ Step = Callable[[str, nn.Module, Batch], None]
 
 
 def plain(_name: str, model: nn.Module, batch: Batch) -> None:
-    images, labels, _ = batch
-    F.cross_entropy(model(images), labels).backward()
+    fi.Standard().loss(model, *batch).total.backward()
 
 
 def with_maps(
@@ -98,7 +98,9 @@ def loss_alone(_name: str, _model: nn.Module, batch: Batch) -> None:
 
 def input_gradient(_name: str, model: nn.Module, batch: Batch) -> None:
     images = batch[0].clone().requires_grad_()
-    torch.autograd.grad(model(images).amax(1).sum(), images)
+    with SmallMaps():
+        logits = model(images)
+    torch.autograd.grad(logits.amax(1).sum(), images)
 
 
 def explanation(_name: str, model: nn.Module, batch: Batch) -> None:

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 NAMES = "input weight bias stride padding dilation groups"
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
-# With more than one pixel of result the matrix is larger than the kernel: it is worth being put together from this many
-# samples on, and if it saves half of the multiplications.
+# With more than one pixel of result the matrix can be larger than the kernel: it is worth being put together from this
+# many samples on, and if it is not much larger.
 WORTHWHILE = 32
+LARGEST = 2
+_WATCHED = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Geometry(NamedTuple):
@@ -55,7 +56,7 @@ def small(
     out = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding, strict=True))
     if any(o < 1 for o in out) or any(p >= k for p, k in zip(padding, kernel, strict=True)):
         return None
-    if math.prod(out) > 1 and (len(x) < WORTHWHILE or 2 * math.prod(sizes) > math.prod(kernel)):
+    if math.prod(out) > 1 and (len(x) < WORTHWHILE or math.prod(out + sizes) > LARGEST * math.prod(kernel)):
         return None
     return Geometry(sizes, kernel, out, tuple(stride), tuple(padding))
 
@@ -63,9 +64,14 @@ def small(
 class Unrolled(Function):
     """A kernel (to, from, ...) as a matrix (to, pixels of the result, from, pixels of the map)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, geometry: Geometry) -> Tensor:
-        ctx.geometry = geometry
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Geometry], output: Tensor) -> None:
+        ctx.geometry = inputs[1]
+
+    @staticmethod
+    def forward(weight: Tensor, geometry: Geometry) -> Tensor:
         to, source = weight.shape[:2]
         matrix = weight.new_zeros(to, math.prod(geometry.out), source, *geometry.sizes)
         for number, read, part in geometry.windows():
@@ -73,7 +79,6 @@ class Unrolled(Function):
         return matrix.flatten(3)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         geometry: Geometry = ctx.geometry
         grad = grad.unflatten(3, geometry.sizes)
@@ -90,8 +95,8 @@ def unrolled(weight: Tensor, geometry: Geometry) -> Tensor:
 
 def apply(x: Tensor, matrix: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The convolution."""
-    y = F.linear(x.flatten(1), matrix.flatten(0, 1).flatten(1)).view(len(x), -1, *geometry.out)
-    return y if bias is None else y + bias.view(-1, *[1] * len(geometry.out))
+    y = F.linear(x.flatten(1), matrix.flatten(0, 1).flatten(1)).view(len(x), len(matrix), *geometry.out)
+    return y if bias is None else y + bias.to(y.dtype).view(-1, *[1] * len(geometry.out))
 
 
 def numbers(value: Any, n: int) -> tuple[int, ...]:
@@ -102,11 +107,14 @@ def numbers(value: Any, n: int) -> tuple[int, ...]:
 
 
 class SmallMaps(TorchFunctionMode):
-    """While entered, convolutions of plain networks run as described above; a `Trace` does so by itself."""
+    """While entered, convolutions of plain networks run as described above; a `Trace` does so by itself.
+
+    Not where saved tensors are watched: gradient checkpointing runs the forward pass again outside, and compares.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in CONVOLUTIONS:
+        if func in CONVOLUTIONS and _WATCHED(False) is None:
             values = dict(zip(NAMES.split(), args, strict=False)) | kwargs
             x, weight, padding = values["input"], values["weight"], values.get("padding", 0)
             if not isinstance(padding, str) and x.ndim == weight.ndim:

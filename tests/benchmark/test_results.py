@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from fasterisnet.benchmark.runner import Recipe, finished
 from fasterisnet.benchmark.tables import read_results, table
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if list(path.glob("*-seed*.json")))
+EXPERIMENTS = [name for name in ("mnist", "dogs", "xray") if list((ROOT / "results" / name).glob("*-seed*.json"))]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -20,8 +19,7 @@ def test_the_table_is_the_one_of_the_result_files(name: str) -> None:
     made = table(recipe, read_results(folder, list(recipe.rows)))
     assert (folder / "table.md").read_text(encoding="utf-8") == made + "\n"
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    for line in made.splitlines():
-        assert line in page
+    assert made in page
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -29,5 +27,4 @@ def test_results_were_made_with_the_recipe(name: str, tmp_path: Path) -> None:
     recipe = Recipe.read(name)
     for path in (ROOT / "results" / name).glob("*-seed*.json"):
         row, seed = path.stem.rsplit("-seed", 1)
-        folder = json.loads(path.read_text())["config"]["data"].split(":", 1)[1].split("?")[0]
-        assert finished(path, recipe.config(row, int(seed), folder, tmp_path, {}))
+        assert finished(path, recipe.config(row, int(seed), "DIR", tmp_path, {}))

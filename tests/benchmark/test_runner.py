@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from fasterisnet.benchmark.runner import Recipe
+from fasterisnet.benchmark.runner import Recipe, finished
 from fasterisnet.cli import main
+from fasterisnet.errors import UsageError
 from fasterisnet.training import loop
 
 RECIPE = """
@@ -116,6 +117,35 @@ def test_the_pictures_come_from_the_results(tmp_path: Path) -> None:
     assert bool(maps["maps"].abs().sum((1, 2)).gt(0).all())
     (place.results / "stochastic-seed0.safetensors").write_bytes(b"no tensors")
     assert place.run("--report") == 1
+
+
+def test_results_of_the_same_data_elsewhere_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard") == 0
+    file = place.results / "standard-seed0.json"
+    recipe = Recipe.read("mnist", str(tmp_path / "a" / "recipe.yaml"))
+    content = json.loads(file.read_text())
+    content["config"]["data"] = "drawn:here?limit=3"
+    file.write_text(json.dumps(content))
+    changes: dict[str, Any] = {"data": "drawn:there?limit=3"}
+    assert finished(file, recipe.config("standard", 0, None, tmp_path, changes))
+    for other in ("drawn:there", "drawn", "mnist:here?limit=3"):
+        with pytest.raises(UsageError, match="was made with data"):
+            finished(file, recipe.config("standard", 0, None, tmp_path, {"data": other}))
+    del content["config"]["calibration_batches"]  # it did not exist when the run was made
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="calibration_batches = 0, not 5"):
+        finished(file, recipe.config("standard", 0, None, tmp_path, {**changes, "calibration_batches": 5}))
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "{", "null"])
+def test_files_that_are_no_results(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(tmp_path / "a")
+    place.results.mkdir()
+    (place.results / "standard-seed0.json").write_text(content)
+    assert place.run("--report") == 1 and place.run("--methods", "standard") == 1
+    assert "is not a result" in capsys.readouterr().err
 
 
 def only_tests(result: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchmetrics.classification import MultilabelAUROC, MultilabelF1Score
 
 import fasterisnet as fi
 from fasterisnet.errors import InputError
-from fasterisnet.evaluation import background_mass, classification_metrics, evaluate, highest_pixel_inside
+from fasterisnet.evaluation import background_mass, classification_metrics, evaluate, highest_pixel_inside, metrics
 from fasterisnet.evaluation.metrics import binary_auc, confusion_matrix, log_odds, one_versus_one_auc
 from fasterisnet.models import small_network
 
@@ -260,12 +260,22 @@ def test_without_attention_nothing_is_explained(monkeypatch: pytest.MonkeyPatch)
 def test_one_sample_of_several_is_explained() -> None:
     images, labels, masks = batch(7)
     parts = [(images[:4], labels[:4], masks[:4]), (images[4:], labels[4:], masks[4:])]
-    found = evaluate(network(), parts, names(3), every=3)
-    chosen = [0, 3, 6]
+    found = evaluate(network(), parts, names(3), share=0.4)
+    chosen = [i for i in range(7) if i * 0.6180339887498949 % 1 < 0.4]
     wanted = evaluate(network(), [(images[chosen], labels[chosen], masks[chosen])], names(3))
     for key in ("explained", "background_mass", "highest_pixel_inside"):
         assert found[key] == pytest.approx(wanted[key])
     assert found["explained"] == 3 and found["samples"] == 7
+
+
+def test_the_explained_share_is_in_step_with_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of labels 0, 1, 2, 0, 1, 2, ... every third sample would be of one class only."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(metrics, "_attention", lambda _m, x, *_: seen.append(x[:, 0, 0, 0]) or torch.empty(0, 2))
+    images = (torch.arange(300) % 3).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    evaluate(network(), [(images, torch.arange(300) % 3, torch.ones(300, 1, 8, 8))], names(3), share=1 / 3)
+    counts = torch.cat(seen).long().bincount(minlength=3)
+    assert 98 <= int(counts.sum()) <= 102 and int(counts.min()) > 30
 
 
 def test_maps_of_nothing_are_counted() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 
 from fasterisnet import small_maps
@@ -98,6 +99,64 @@ def test_a_training_step_is_the_same(method: Standard, last: bool, monkeypatch: 
     assert met
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-9)
+
+
+def test_second_derivatives() -> None:
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(WORTHWHILE, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+
+    def curved(weight: Tensor) -> Tensor:
+        y = F.conv2d(x, weight, padding=1)
+        (slope,) = torch.autograd.grad(y.tanh().sum(), weight, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), weight)[0]
+
+    expected = curved(weight)
+    with SmallMaps():
+        found = curved(weight)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_per_sample_gradients() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)).double()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    labels = torch.arange(3) % 2
+    images = torch.randn(3, WORTHWHILE, 2, 2, 2, dtype=torch.float64)
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, values, (x,))
+        return F.cross_entropy(logits, y.expand(len(x)))
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
+    expected = gradients(parameters, images, labels)
+    with SmallMaps():
+        found = gradients(parameters, images, labels)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_gradient_checkpointing_is_left_alone() -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+    images = torch.rand(WORTHWHILE, 3, 2, 2)
+    with SmallMaps():
+        y = checkpoint(layers, images, use_reentrant=False)
+    y.square().sum().backward()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    found = [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    layers.zero_grad()
+    layers(images).square().sum().backward()
+    for got, p in zip(found, layers.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad)
+
+
+def test_autocast_and_empty_batches() -> None:
+    layer, images = nn.Conv2d(3, 4, 1), torch.rand(2, 3, 1, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(images)
+        with SmallMaps():
+            found = layer(images)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    with SmallMaps():
+        assert layer(images[:0]).shape == (0, 4, 1, 1)
 
 
 def step(method: Standard, model: nn.Module, images: Tensor, labels: Tensor, masks: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples
-from fasterisnet.errors import InputError
+from fasterisnet.errors import InputError, RuleError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.relevance.explain import explain
 from fasterisnet.training.report import viewable
@@ -22,14 +22,20 @@ SHOWN = 4
 
 
 def save_maps(run: Run, samples: Samples, path: Path) -> None:
-    """Test samples of different classes, their masks, and the map of their true class (epsilon, zB at the input)."""
+    """Test samples of different classes, their masks, and the map of their true class.
+
+    Epsilon, and zB at the first layer if the network begins with one that zB applies to.
+    """
     model, card = run.load_model(trust=True)
     readings = [samples.read(i) for i in _of_different_classes(samples, SHOWN)]
     prepared = [card.prepare(r.image, r.mask) for r in readings]
     images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])
     labels = torch.tensor([_class_of(r.label) for r in readings])
-    maps = explain(model, images, labels, box=card.prepare.box).nan_to_num()
-    content = {"images": viewable(images, card), "masks": masks, "maps": maps.sum(1)}
+    try:
+        maps = explain(model, images, labels, box=card.prepare.box)
+    except RuleError:
+        maps = explain(model, images, labels)
+    content = {"images": viewable(images, card), "masks": masks, "maps": maps.sum(1).nan_to_num()}
     with replacing(path) as temporary:
         save_file({key: value.contiguous() for key, value in content.items()}, temporary)
 
@@ -61,6 +67,9 @@ def heatmap_grid(files: dict[str, Path], path: Path) -> None:
 
 def _loaded(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        content = load_file(file)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file} holds no maps of a benchmark: {error}") from error
+    if content.keys() != {"images", "masks", "maps"}:
+        raise InputError(f"{file} holds no maps of a benchmark, but {', '.join(content) or 'nothing'}.")
+    return content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,20 @@ import yaml
 
 from fasterisnet.benchmark.pictures import save_maps
 from fasterisnet.data.sources import open_source
-from fasterisnet.errors import UsageError
+from fasterisnet.errors import FasterISNetError, InputError, UsageError
 from fasterisnet.training.config import Config, nearest
 from fasterisnet.training.loop import train
 from fasterisnet.training.run import Run
 from fasterisnet.training.watching import Terminal
 from fasterisnet.writing import write_text
 
-KEYS = ("data", "seeds", "tests", "metric", "common", "rows", "paper", "notes")
+RESULT = ("command", "machine", "config", "training_samples", "training_seconds", "tests", "epochs")
+KEYS = ("data", "seeds", "tests", "metric", "common", "rows", "paper")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment: what its rows share, the rows, the splits that test them, what the paper has for each row, and
-    what is to be said of it.
-    """
+    """An experiment: what its rows share, the rows, the splits that test them and what the paper has for each."""
 
     name: str
     data: str
@@ -39,7 +38,6 @@ class Recipe:
     rows: dict[str, dict[str, Any]]
     paper: dict[str, list[float | None]]
     metric: str = "accuracy"
-    notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, name: str, file: str | None = None) -> Recipe:
@@ -76,7 +74,7 @@ def run_row(config: Config, result: Path, command: str, shown: str) -> None:
         train(config, resume=begun, watcher=watcher)
     report = json.loads(run.path("report.json").read_text())
     progress = (run.load_state() or {})["progress"]
-    source = open_source(config.data, seed=config.seed)
+    source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
     content = {
         "command": command,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}",
@@ -90,21 +88,48 @@ def run_row(config: Config, result: Path, command: str, shown: str) -> None:
     calibration = run.path("calibration.json")
     if calibration.exists():
         content["ranges"] = json.loads(calibration.read_text(encoding="utf-8"))
-    save_maps(run, source.split(shown), result.with_suffix(".safetensors"))
     write_text(result, json.dumps(content, indent=1) + "\n")
+    try:
+        save_maps(run, source.split(shown), result.with_suffix(".safetensors"))
+    except FasterISNetError as error:
+        print(f"No picture of {result.stem}: {error}")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file, if it is one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in RESULT if key not in content]
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} is not a result of a benchmark: {error}") from error
+    if missing:
+        raise InputError(f"{path} is not a result of this version of the benchmark: it has no {', '.join(missing)}.")
+    return content
 
 
 def finished(result: Path, config: Config) -> bool:
-    """Whether a run has its result; one that was made with other options is not passed off as this one's."""
+    """Whether a run has its result; one that was made with other options is not passed off as this one's.
+
+    Options that are younger than the result had their default. The same data may lie in another folder.
+    """
     if not result.exists():
         return False
-    made = json.loads(result.read_text(encoding="utf-8"))["config"]
+    defaults = vars(Config(data="any"))
+    made = {**defaults, **read_result(result)["config"]}
     for key, value in json.loads(json.dumps(vars(config))).items():
-        if key != "out" and made.get(key, value) != value:
+        before = made[key]
+        if key != "out" and before != value and not (key == "data" and _placeless(before) == _placeless(value)):
             raise UsageError(
-                f"{result} was made with {key} = {made[key]}, not {value}; remove it, or take other --results."
+                f"{result} was made with {key} = {before}, not {value}; remove it, or take other --results."
             )
     return True
+
+
+def _placeless(data: str) -> tuple[str, bool, str]:
+    """Data by name and settings, wherever its folder is."""
+    place, _, query = data.partition("?")
+    name, separator, _ = place.partition(":")
+    return name, bool(separator), query
 
 
 def main(options: argparse.Namespace) -> int:

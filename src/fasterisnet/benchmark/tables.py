@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from fasterisnet.benchmark.pictures import heatmap_grid
-from fasterisnet.benchmark.runner import Recipe
+from fasterisnet.benchmark.runner import Recipe, read_result
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, save_figure
 from fasterisnet.writing import write_text
@@ -21,10 +21,7 @@ def read_results(folder: Path, known: list[str]) -> Results:
     """Finished runs by row, in the order of the recipe."""
     found: Results = defaultdict(list)
     for path in sorted(folder.glob("*-seed*.json")):
-        try:
-            found[path.stem.rsplit("-seed", 1)[0]].append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} is not a result of a benchmark: {error}") from error
+        found[path.stem.rsplit("-seed", 1)[0]].append(read_result(path))
     return {row: found[row] for row in [*known, *(row for row in found if row not in known)] if row in found}
 
 
@@ -46,7 +43,7 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
     ranges = next((runs[0]["ranges"] for runs in results.values() if "ranges" in runs[0]), None)
     if ranges is not None:
         bounds = ranges["depths"]["input"]
-        save_figure(curve_of_f(min(bounds["c1"]), max(bounds["c2"])), folder / "f.png")
+        save_figure(curve_of_f(bounds["c1"][0], bounds["c2"][0]), folder / "f.png")
     return content
 
 
@@ -61,27 +58,34 @@ def table(recipe: Recipe, results: Results) -> str:
     ]
     for row, runs in results.items():
         papers = recipe.paper.get(row, [None] * len(recipe.tests))
-        values = [[run["tests"][test][recipe.metric] for run in runs] for test in recipe.tests]
+        values = [[run["tests"].get(test, {}).get(recipe.metric) for run in runs] for test in recipe.tests]
         cells = [_cell(v, p) for v, p in zip(values, papers, strict=True)]
-        gap = max(max(seed) - min(seed) for seed in zip(*values, strict=True))
         minutes = statistics.mean(run["training_seconds"] for run in runs) / 60
         epochs = "/".join(sorted({str(run["config"]["epochs"]) for run in runs}))
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = [str(run["config"]["seed"]) for run in runs]
         command = runs[0]["command"].replace(f"--seeds {seeds[0]}", f"--seeds {' '.join(seeds)}")
-        facts = [row, ", ".join(seeds), samples, epochs, *cells, f"{100 * gap:.2f}", f"{minutes:.1f}", f"`{command}`"]
+        command = re.sub(r"--data [^ ?]+", "--data DIR", command)
+        facts = [row, ", ".join(seeds), samples, epochs, *cells, _gap(values), f"{minutes:.1f}", f"`{command}`"]
         lines.append(f"| {' | '.join(facts)} |")
-    notes = [f"- {row}: {text}" for row, text in recipe.notes.items() if row in results]
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
-    return "\n".join([*lines, "", *notes, *[""][: len(notes)], f"Machine: {'; '.join(machines)}."])
+    return "\n".join([*lines, "", f"Machine: {'; '.join(machines)}."])
 
 
-def _cell(values: list[float], paper: float | None) -> str:
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}" + (f" [{paper:.3f}]" if paper is not None else "")
+def _gap(values: list[list[float | None]]) -> str:
+    """Between the best and the worst test of one run, in points; the largest of all runs."""
+    runs = [[v for v in run if v is not None] for run in zip(*values, strict=True)]
+    return f"{100 * max(max(run) - min(run) for run in runs):.2f}" if all(runs) else "-"
 
 
-def _history(recipe: Recipe, epochs: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Accuracy after every epoch on the tests that were watched."""
-    watched = [test for test in recipe.tests if epochs and f"{test}_accuracy" in epochs[0]]
-    return {test: [epoch[f"{test}_accuracy"] for epoch in epochs] for test in watched}
+def _cell(values: list[float | None], paper: float | None) -> str:
+    known = [v for v in values if v is not None]
+    mean = f"{statistics.mean(known):.3f}" if known else "-"
+    spread = f" ± {statistics.stdev(known):.3f}" if len(known) > 1 else ""
+    return mean + spread + (f" [{paper:.3f}]" if paper is not None else "")
+
+
+def _history(recipe: Recipe, epochs: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Accuracy after every epoch on the tests, None for those that were not watched; nothing if none was."""
+    history = {test: [epoch.get(f"{test}_accuracy") for epoch in epochs] for test in recipe.tests}
+    return history if any(v is not None for values in history.values() for v in values) else {}

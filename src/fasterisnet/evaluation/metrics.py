@@ -18,6 +18,8 @@ from fasterisnet.losses import has_foreground
 from fasterisnet.methods.base import classification_loss, gathered_masks
 from fasterisnet.relevance.explain import explain
 
+# Multiples of it fall evenly into [0, 1), in step with no order that samples may have.
+GOLDEN = 0.6180339887498949
 Metrics = dict[str, Any]
 """What `evaluate` returns, ready for JSON.
 
@@ -37,13 +39,13 @@ def evaluate(
     multi_label: bool = False,
     box: tuple[Any, Any] | None = None,
     attention: bool = True,
-    every: int = 1,
+    share: float = 1.0,
     device: torch.device | str | None = None,
 ) -> Metrics:
     """All metrics of a model over batches (images, labels, masks), in evaluation mode; masks may be None or empty.
 
     box: what the images live in, for zB in the maps. attention: whether to explain the predicted logits as well, which
-    takes a few times as long; every: of how many samples one is explained. device: the model's own if None.
+    takes a few times as long; share: how much of the samples, spread over them. device: the model's own if None.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     model.to(device)
@@ -58,7 +60,7 @@ def evaluate(
                 logits.append(logits_of(model, shown).double().cpu())
             labels.append(truth.cpu())
             if attention:
-                chosen = (torch.arange(met, met + len(shown)) % every == 0).to(device)
+                chosen = (torch.arange(met, met + len(shown)).double() * GOLDEN % 1 < share).to(device)
                 met += len(shown)
                 looked.append(_attention(model, shown[chosen], gathered_masks(masks, shown)[chosen], box))
     if not logits:

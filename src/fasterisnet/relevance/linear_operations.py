@@ -123,11 +123,11 @@ class SmallConvolution(Linear):
         self.geometry = geometry
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return apply(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.geometry)
+        return apply(x, weight.to(x.dtype), bias, self.geometry)
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
         flat = G.flatten(1) @ weight.to(G.dtype).flatten(0, 1).flatten(1)
-        return flat.view(len(G), -1, *self.geometry.sizes)
+        return flat.view(len(G), weight.shape[2], *self.geometry.sizes)
 
     @property
     def can_pair(self) -> bool:

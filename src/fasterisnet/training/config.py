@@ -204,7 +204,7 @@ class Config:
         0, whole(0), "updates between saved states, besides one after every epoch", rare=True
     )
     explained: int = _option(
-        0, whole(0), "samples of each test whose maps are measured for the report; 0 for all", rare=True
+        0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
     )
     tensorboard: bool = _option(True, switch, "write logs for TensorBoard", rare=True)
 

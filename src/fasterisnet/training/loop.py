@@ -95,6 +95,7 @@ class Training:
         self.progress = Progress()
         self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
         self.logger = None
+        self.clock: float | None = None
 
     def _splits(self) -> tuple[Samples, Samples]:
         config, source = self.config, self.source
@@ -134,7 +135,8 @@ class Training:
         if isinstance(config.ranges, str) or path.exists():
             self.method.ranges = Ranges.load(config.ranges or path)
         else:
-            self.say(f"Calibrating C1 and C2: {config.calibration_epochs} plain epochs and one to measure.")
+            length = f" of {config.calibration_batches} batches" if config.calibration_batches else ""
+            self.say(f"Calibrating C1 and C2: plain epochs{length}: {config.calibration_epochs}, and one to measure.")
             torch.manual_seed(random_stream(config.seed, 1, self.share[0]))
             self.method.generator.manual_seed(random_stream(config.seed, 1))  # pyright: ignore[reportOptionalMemberAccess]
             self.method.ranges = calibrate(
@@ -157,6 +159,7 @@ class Training:
 
     def save(self) -> None:
         """Everything needed to go on; called at the same places in a run that is stopped and in one that is not."""
+        self._count_seconds()
         self.earlier = self.earlier + self._added(self.sums)
         self.sums = torch.zeros_like(self.sums)
         if self.fabric.is_global_zero:
@@ -193,13 +196,21 @@ class Training:
     def fit(self) -> None:
         """All epochs that are left."""
         while not self.progress.finished:
-            begin = time.perf_counter()
+            begin = self.clock = time.perf_counter()
             self.loader.waited = 0.0
             self.method.set_epoch(self.progress.epoch)
             self._train_epoch()
+            self._count_seconds()
+            self.clock = None
             trained = time.perf_counter() - begin
-            self.progress.seconds += trained
             self._finish_epoch(trained, self.loader.waited / trained)
+
+    def _count_seconds(self) -> None:
+        """Adds what training took since the last call; nothing outside an epoch's training."""
+        if self.clock is not None:
+            now = time.perf_counter()
+            self.progress.seconds += now - self.clock
+            self.clock = now
 
     def _train_epoch(self) -> None:
         progress, config = self.progress, self.config

@@ -32,11 +32,11 @@ def metrics_of(
     explained: int = 0,
     device: Any = None,
 ) -> dict[str, Any]:
-    """All metrics of a network on one split; explained: how many samples, at most, have maps measured (0: all)."""
+    """All metrics of a network on one split; explained: about how many samples have maps measured (0: all)."""
     batches = Loader(samples, card.prepare, batch, workers=workers).epoch(0)
     return evaluate(
         model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
-        every=-(-len(samples) // explained) if explained else 1, device=device,
+        share=min(1.0, explained / len(samples)) if explained else 1.0, device=device,
     )  # fmt: skip
 
 
