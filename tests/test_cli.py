@@ -71,6 +71,12 @@ def test_a_run_leaves_what_it_promises(run: Path) -> None:
     assert "| test | 18 |" in (run / "report.md").read_text()
 
 
+def test_samples_held_out_are_not_counted_as_trained_on(run: Path, folder: Path) -> None:
+    there = len(list((folder / "train").rglob("*.png")))
+    counted = json.loads((run / "report.json").read_text())["training_samples"]
+    assert counted == there - round(0.2 * there / 3) * 3
+
+
 def test_evaluate(run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "metrics.json"
     assert (

@@ -14,7 +14,7 @@ from fasterisnet.data.base import Label, Samples
 from fasterisnet.errors import InputError, RuleError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.relevance.explain import explain
-from fasterisnet.training.report import viewable
+from fasterisnet.training.report import read, viewable
 from fasterisnet.training.run import Run
 from fasterisnet.writing import replacing
 
@@ -27,10 +27,8 @@ def save_maps(run: Run, samples: Samples, path: Path) -> None:
     Epsilon, and zB at the first layer if the network begins with one that zB applies to.
     """
     model, card = run.load_model(trust=True)
-    readings = [samples.read(i) for i in _of_different_classes(samples, SHOWN)]
-    prepared = [card.prepare(r.image, r.mask) for r in readings]
-    images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])
-    labels = torch.tensor([_class_of(r.label) for r in readings])
+    images, masks, found = read(samples, _of_different_classes(samples, SHOWN), card)
+    labels = torch.tensor([_class_of(label) for label in found])
     try:
         maps = explain(model, images, labels, box=card.prepare.box)
     except RuleError:

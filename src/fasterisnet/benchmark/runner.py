@@ -79,7 +79,7 @@ def run_row(config: Config, result: Path, command: str, shown: str) -> None:
         "command": command,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}",
         "config": vars(config),
-        "training_samples": len(source.split("train")),
+        "training_samples": report["training_samples"],
         "training_seconds": round(progress["seconds"], 1),
         "best_epoch": report["epoch"],
         "tests": report["tests"],
@@ -150,7 +150,9 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if not options.report:
         for name, config in plan:
-            if not finished(results / f"{name}.json", config):
+            if finished(results / f"{name}.json", config):
+                print(f"{name} is finished; from scratch: --runs NEW --results NEW/results")
+            else:
                 row, seed = name.rsplit("-seed", 1)
                 place = f" --data {options.data}" if options.data else ""
                 settings = "".join(f" --set {text}" for text in options.set)

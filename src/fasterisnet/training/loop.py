@@ -10,28 +10,26 @@ from dataclasses import dataclass, field
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
-from torch import Tensor
 
-from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
 from fasterisnet.data.preparing import random_stream
-from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError, NonFiniteError
-from fasterisnet.evaluation.attention import logits_of
-from fasterisnet.losses import Ranges, has_foreground
+from fasterisnet.losses import Ranges
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
 from fasterisnet.models import build_model
-from fasterisnet.training.batches import Epochs, Loader
-from fasterisnet.training.checks import check_data, check_method, check_model
+from fasterisnet.training.batches import Epochs
+from fasterisnet.training.checks import check_method, check_model
 from fasterisnet.training.config import Config
 from fasterisnet.training.launching import start_fabric
+from fasterisnet.training.measuring import validate, watch
 from fasterisnet.training.method import build_method, preparation_of
+from fasterisnet.training.placing import CALIBRATION, TRAINING, WEIGHTS, Place
 from fasterisnet.training.report import write_report
 from fasterisnet.training.run import Card, Row, Run
 from fasterisnet.training.schedule import learning_rate
-from fasterisnet.training.step import SUMS, LoggedStep, averages, correct
-from fasterisnet.training.watching import Watcher
+from fasterisnet.training.splits import Splits
+from fasterisnet.training.step import SUMS, LoggedStep, averages
+from fasterisnet.training.watching import Board, Watcher
 
 PATIENCE = 10
 
@@ -58,17 +56,11 @@ class Training:
     def __init__(self, fabric: Fabric, config: Config, run: Run, watcher: Watcher) -> None:
         self.fabric, self.config, self.run, self.watcher = fabric, config, run, watcher
         self.say = watcher.say
-        self.share = (fabric.global_rank, fabric.world_size)
+        self.place = Place(fabric, config)
         self.preparation = preparation_of(config)
-        self.source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
-        check_data(config, self.source)
-        training, validation = self._splits()
-        self.bad: list[str] = []
-        if config.on_bad_image == "skip":
-            training, validation = self._readable(training), self._readable(validation)
-        if config.mask_share < 1:
-            training = FewerMasks(training, config.mask_share, random_stream(config.seed, 4))
-        torch.manual_seed(random_stream(config.seed, 0))
+        self.splits = Splits(self.place, self.preparation, self.say)
+        self.source, self.loader = self.splits.source, self.splits.training
+        torch.manual_seed(random_stream(config.seed, WEIGHTS))
         model = build_model(
             config.model, len(self.source.classes), channels=config.channels, pretrained=config.pretrained
         )
@@ -78,49 +70,17 @@ class Training:
         self.method = build_method(config, self.preparation)
         check_method(config, self.method, model, self.source)
         if isinstance(self.method, ISNet):
-            self.method.generator, self.method.share = torch.Generator(), self.share
-        self.loader = self._loader(training, training=True)
-        self.validation = self._loader(validation)
-        watched = {name: self.source.split(name) for name in config.watch}
-        if config.on_bad_image == "skip":
-            watched = {name: readable_part(samples, config.workers)[0] for name, samples in watched.items()}
-        self.watched = {name: self._loader(samples) for name, samples in watched.items()}
+            self.method.generator, self.method.share = torch.Generator(), self.place.share
         self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
-        step = LoggedStep(model, self.method)
         optimizer = torch.optim.SGD(
             model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
         self.model = model
-        self.step, self.optimizer = fabric.setup(step, optimizer)
+        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), optimizer)
         self.progress = Progress()
         self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
-        self.logger = None
+        self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
         self.clock: float | None = None
-
-    def _splits(self) -> tuple[Samples, Samples]:
-        config, source = self.config, self.source
-        training = source.split("train")
-        if config.validation in source.splits:
-            return training, source.split(config.validation)
-        if config.validation != "val":
-            source.split(config.validation)
-        self.say(f"The data has no split 'val': {config.holdout:.0%} of 'train' is held out for validation.")
-        return hold_out(training, config.holdout, config.seed)
-
-    def _readable(self, samples: Samples) -> Samples:
-        good, problems = readable_part(samples, self.config.workers)
-        for text in problems:
-            self.say(f"Skipped: {text}")
-        self.bad += problems
-        return good
-
-    def _loader(self, samples: Samples, *, training: bool = False) -> Loader:
-        config = self.config
-        return Loader(
-            samples, self.preparation, config.batch, seed=config.seed, training=training, workers=config.workers,
-            share=self.share, pin=self.fabric.device.type == "cuda",
-            dtype=torch.float64 if config.precision == "64-true" else torch.float32,
-        )  # fmt: skip
 
     # --- calibration -----------------------------------------------------------------------------------------------
 
@@ -137,8 +97,7 @@ class Training:
         else:
             length = f" of {config.calibration_batches} batches" if config.calibration_batches else ""
             self.say(f"Calibrating C1 and C2: plain epochs{length}: {config.calibration_epochs}, and one to measure.")
-            torch.manual_seed(random_stream(config.seed, 1, self.share[0]))
-            self.method.generator.manual_seed(random_stream(config.seed, 1))  # pyright: ignore[reportOptionalMemberAccess]
+            self.place.seed(self.method, CALIBRATION)
             self.method.ranges = calibrate(
                 self.method, self.model, Epochs(self.loader, config.calibration_batches or None),
                 config.calibration_epochs,
@@ -160,7 +119,7 @@ class Training:
     def save(self) -> None:
         """Everything needed to go on; called at the same places in a run that is stopped and in one that is not."""
         self._count_seconds()
-        self.earlier = self.earlier + self._added(self.sums)
+        self.earlier = self.earlier + self.place.added(self.sums)
         self.sums = torch.zeros_like(self.sums)
         if self.fabric.is_global_zero:
             self.run.save_state(
@@ -220,9 +179,9 @@ class Training:
             group = progress.batch // config.accumulate * config.accumulate
             members = min(config.accumulate, batches - group)
             last = progress.batch == group + members - 1
-            self._seed(2, progress.epoch, progress.batch)
+            self.place.seed(self.method, TRAINING, progress.epoch, progress.batch)
             with self.fabric.no_backward_sync(self.step, enabled=not last):
-                loss, sums = self.step(*self._moved(images, labels, masks), self._shares(masks))
+                loss, sums = self.step(*self.place.moved(images, labels, masks), self.place.shares(masks))
                 self.fabric.backward(loss / members)
             self.sums = self.sums + sums.cpu()
             progress.batch += 1
@@ -235,21 +194,6 @@ class Training:
                 ):
                     self.save()
             self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.step.module.weight))
-
-    def _shares(self, masks: Tensor) -> tuple[float, float]:
-        """Of the samples and of the masked samples that this process has, in units of an equal share."""
-        processes = self.share[1]
-        if processes == 1:
-            return 1.0, 1.0
-        mine = torch.tensor([len(masks), int(has_foreground(masks).sum())], dtype=torch.float64)
-        samples, masked = (mine * processes / self._added(mine).clamp(min=1)).tolist()
-        return samples, masked
-
-    def _moved(self, images: Tensor, labels: Tensor, masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.config.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        images, labels, masks = self.fabric.to_device((images, labels, masks))
-        return images, labels, masks
 
     def _update(self) -> None:
         """One step of SGD, left out if a gradient is not finite; many such in a row end the run."""
@@ -274,55 +218,9 @@ class Training:
                 )
         self.optimizer.zero_grad()
 
-    def _added(self, sums: Tensor) -> Tensor:
-        """Over all processes."""
-        total = self.fabric.all_reduce(sums.to(self.fabric.device), reduce_op="sum")
-        assert isinstance(total, Tensor)
-        return total.cpu()
-
-    def _seed(self, purpose: int, epoch: int, batch: int) -> None:
-        torch.manual_seed(random_stream(self.config.seed, purpose, epoch, batch, self.share[0]))
-        if isinstance(self.method, ISNet) and self.method.generator is not None:
-            self.method.generator.manual_seed(random_stream(self.config.seed, purpose, epoch, batch))
-
-    def _agree(self) -> None:
-        """Every process takes the batch statistics of the first, whose network is the one that is saved."""
-        if self.share[1] > 1:
-            for buffer in self.model.buffers():
-                torch.distributed.broadcast(buffer, 0)
-
-    def validate(self) -> Row:
-        """The method's own loss on the validation split, with the same draws and the same (last) P in every epoch."""
-        self._agree()
-        self.method.set_epoch(self.config.epochs - 1)
-        self.model.eval()
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        with torch.no_grad(), self.fabric.autocast():
-            for i, batch in enumerate(self.validation.epoch(0)):
-                self._seed(3, 0, i)
-                sums = sums + self.step.module(*self._moved(*batch))[1].cpu()
-        total = self._added(sums)
-        row = averages(total, "val", self.step.module.weight)
-        broken = total[SUMS.index("skipped")] > 0  # relevance was not finite: such a network is not the best
-        return {**row, "val_loss": math.inf} if broken and not math.isnan(row["val_loss"]) else row
-
-    def watch(self) -> Row:
-        """Accuracy on the watched splits: for curves, never for choosing."""
-        self.model.eval()
-        row: Row = {}
-        for name, loader in self.watched.items():
-            counts = torch.zeros(2, dtype=torch.float64)
-            with torch.no_grad(), self.fabric.autocast():
-                for batch in loader.epoch(0):
-                    images, labels, _ = self._moved(*batch)
-                    counts = counts + torch.tensor([correct(logits_of(self.model, images), labels), len(labels)])
-            right, samples = self._added(counts).tolist()
-            row[f"{name}_accuracy"] = right / samples
-        return row
-
     def _finish_epoch(self, seconds: float, waiting: float) -> None:
         progress, config = self.progress, self.config
-        total = self.earlier + self._added(self.sums)
+        total = self.earlier + self.place.added(self.sums)
         named = dict(zip(SUMS, total.tolist(), strict=True))
         trained = averages(total, "train", self.step.module.weight)
         row: Row = {
@@ -330,8 +228,8 @@ class Training:
             "updates": progress.updates,
             "lr": learning_rate(config, progress.updates - 1, self.updates),
             **trained,
-            **self.validate(),
-            **self.watch(),
+            **validate(self.place, self.step.module, self.splits.validation),
+            **watch(self.place, self.model, self.splits.watched),
             "without_mask": int(named["samples"] - named["with_mask"]),
             "skipped": int(named["skipped"]) + progress.skipped,
         }
@@ -351,7 +249,8 @@ class Training:
             if better or progress.best_epoch < 0:
                 self.run.save_weights(self.model.state_dict(), self.card())
             self.run.write_metrics(progress.rows)
-            self._log(row, waiting)
+            if self.board is not None:
+                self.board.log(progress.epoch, {**row, "waiting": waiting})
         self.save()
         self.say(
             f"epoch {progress.epoch}/{config.epochs}  train {row['train_loss']:.4f} (classification "
@@ -359,17 +258,6 @@ class Training:
             f"{row['train_foreground']:.3f})  val {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.3f}"
             f"{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
         )
-
-    def _log(self, row: Row, waiting: float) -> None:
-        if not self.config.tensorboard:
-            return
-        if self.logger is None:
-            self.logger = TensorBoardLogger(
-                self.run.folder, name="tensorboard", version="", purge_step=self.progress.epoch
-            )
-        numbers = {key: float(value) for key, value in row.items() if key != "epoch"}
-        self.logger.log_metrics({**numbers, "waiting": waiting}, step=self.progress.epoch)
-        self.logger.save()
 
     def card(self) -> Card:
         """What the weights of this epoch are of."""
@@ -399,5 +287,5 @@ def train(config: Config, *, resume: bool = False, watcher: Watcher | None = Non
         training.calibrate()
         training.fit()
     if fabric.is_global_zero and not run.path("report.json").exists():
-        write_report(run, training.source, training.bad, training.say, training.fabric.device)
+        write_report(run, training.splits, training.say, fabric.device)
     return run

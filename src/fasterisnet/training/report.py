@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasterisnet.data.base import Samples, Source, readable_part
+from fasterisnet.data.base import Label, Samples, Source, readable_part
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
@@ -16,6 +16,7 @@ from fasterisnet.evaluation.metrics import evaluate
 from fasterisnet.relevance.explain import explain
 from fasterisnet.training.batches import Loader
 from fasterisnet.training.run import Card, Run
+from fasterisnet.training.splits import Splits
 from fasterisnet.writing import write_text
 
 SHOWN = 4
@@ -63,13 +64,13 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], None], device: Any = None) -> None:
+def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: Any = None) -> None:
     """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
     config = run.config
     model, card = run.load_model(trust=True)
     model = model.to(device) if device is not None else model
-    tests = {name: s for name, s in source.splits.items() if name not in ("train", config.validation)}
-    bad = list(bad)
+    tests = {name: s for name, s in splits.source.splits.items() if name not in ("train", config.validation)}
+    bad = list(splits.bad)
     if config.on_bad_image == "skip":
         for name, samples in tests.items():
             tests[name], problems = readable_part(samples, config.workers)
@@ -92,17 +93,24 @@ def write_report(run: Run, source: Source, bad: list[str], say: Callable[[str], 
         table(results),
     ]
     write_text(run.path("report.md"), "\n".join(lines) + "\n")
-    run.write_json("report.json", {"epoch": card.epoch, "skipped_images": bad, "tests": results})
+    facts = {"epoch": card.epoch, "training_samples": splits.training_samples, "skipped_images": bad}
+    run.write_json("report.json", {**facts, "tests": results})
 
 
 def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:
     """Where the network looked, for a few samples spread over the split."""
     chosen = torch.linspace(0, len(samples) - 1, min(SHOWN, len(samples))).long().tolist()
-    readings = [samples.read(i) for i in chosen]
-    prepared = [card.prepare(r.image, r.mask) for r in readings]
-    images, masks = torch.stack([p[0] for p in prepared]), torch.stack([p[1] for p in prepared])
+    images, masks, _ = read(samples, chosen, card)
     maps = explain(model, images.to(device) if device is not None else images, box=card.box).cpu().nan_to_num()
     save_figure(heatmap_figure(viewable(images, card), {card.method: maps}, masks), run.path(name))
+
+
+def read(samples: Samples, chosen: list[int], card: Card) -> tuple[Tensor, Tensor, list[Label]]:
+    """Some samples as the network sees them: images, masks and labels."""
+    readings = [samples.read(i) for i in chosen]
+    prepared = [card.prepare(r.image, r.mask) for r in readings]
+    images, masks = (torch.stack(part) for part in zip(*prepared, strict=True))
+    return images, masks, [r.label for r in readings]
 
 
 def viewable(images: Tensor, card: Card) -> Tensor:

@@ -1,9 +1,13 @@
-"""A run on the terminal: a bar with the parts of the loss where one can be drawn, lines everywhere else."""
+"""A run as it is seen from outside: on the terminal a bar where one can be drawn and lines everywhere else, and
+TensorBoard's files.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
+from lightning.fabric.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -49,3 +53,19 @@ class Terminal(Watcher):
         if self.task is None:
             self.task = self.bar.add_task("", total=batches, epoch=epoch + 1, parts=parts)
         self.bar.update(self.task, completed=batch, total=batches, epoch=epoch + 1, parts=parts)
+
+
+class Board:
+    """The rows of the log for TensorBoard; of a run that goes on, rows after the first new one are dropped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.logger: TensorBoardLogger | None = None
+
+    def log(self, epoch: int, row: Row) -> None:
+        """The numbers of an epoch."""
+        if self.logger is None:
+            self.logger = TensorBoardLogger(self.folder, name="tensorboard", version="", purge_step=epoch)
+        numbers = {key: float(value) for key, value in row.items() if key != "epoch"}
+        self.logger.log_metrics(numbers, step=epoch)
+        self.logger.save()
