@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -159,6 +158,7 @@ def _train(options: argparse.Namespace) -> int:
             default = option.default if option.default is not MISSING else []
             print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
         return DONE
+    from fasterisnet.training.launching import is_first_process
     from fasterisnet.training.loop import train
     from fasterisnet.training.run import Run, names_code
     from fasterisnet.training.watching import Terminal
@@ -179,7 +179,7 @@ def _train(options: argparse.Namespace) -> int:
         trust = " --trust" if names_code(config.model) else ""
         print(f"fasterisnet: stopped; go on with: fasterisnet train --resume {config.out}{trust}", file=sys.stderr)
         return FAILED
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if is_first_process():
         print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")
     return DONE
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from fasterisnet.benchmark.runner import Recipe, finished
+from fasterisnet.benchmark.recipe import Recipe
+from fasterisnet.benchmark.results import finished
+from fasterisnet.benchmark.tables import command_of
 from fasterisnet.cli import main
 from fasterisnet.errors import UsageError
 from fasterisnet.training import loop
+from training.driving import environment
 
 RECIPE = """
 data: drawn
@@ -71,7 +78,9 @@ def test_stopped_twice_it_ends_the_same(
     capsys.readouterr()
 
 
-def test_finished_rows_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rows_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = Place(tmp_path / "a")
     assert place.run("--methods", "standard") == 0
 
@@ -80,6 +89,7 @@ def test_finished_rows_are_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("fasterisnet.benchmark.runner.train", forbidden)
     assert place.run("--methods", "standard") == 0
+    assert "standard-seed0 is finished (drawn); from scratch: --runs NEW" in capsys.readouterr().out
     assert place.run("--report") == 0
 
 
@@ -99,7 +109,7 @@ def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.C
         for t in (only_tests(first), only_tests(second))
     ]
     assert cells[7] == f"{100 * max(gaps):.2f}"
-    assert "`fasterisnet benchmark mnist --methods standard --seeds 0 1`" in line
+    assert "`fasterisnet benchmark mnist --methods standard --seeds 0 1 --recipe " in line
 
 
 def test_the_pictures_come_from_the_results(tmp_path: Path) -> None:
@@ -159,7 +169,118 @@ def test_other_options_are_not_mixed_into_a_begun_run(tmp_path: Path, capsys: py
     assert "was made with epochs = 2, not 3" in capsys.readouterr().err
     (place.results / "standard-seed0.json").unlink()
     assert place.run("--methods", "standard", "--set", "epochs=3") == 2
-    assert "begun with other options" in capsys.readouterr().err
+    assert "was begun with epochs = 2, not 3" in capsys.readouterr().err
+
+
+def test_other_options_are_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard") == 0
+    monkeypatch.setattr("fasterisnet.benchmark.runner.train", lambda *_, **__: pytest.fail("trained"))
+    assert place.run("--methods", "reference", "standard", "--set", "epochs=3") == 2
+    assert place.run("--methods", "standard", "--seeds", "1", "--set", "epochs=3") == 2  # it would share a row
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all("was made with epochs = 2, not 3" in line for line in errors)
+    content = json.loads((place.results / "standard-seed0.json").read_text())
+    content["config"] |= {"seed": 1, "lr": 0.5}
+    (place.results / "standard-seed1.json").write_text(json.dumps(content))
+    assert place.run("--report") == 1
+    assert "is no second seed of its row: the first was made with lr" in capsys.readouterr().err
+
+
+def test_a_result_is_the_last_thing_a_row_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(tmp_path / "a")
+    with monkeypatch.context() as patched:
+        patched.setattr("fasterisnet.benchmark.runner.save_maps", Mock(side_effect=KeyboardInterrupt))
+        assert place.run("--methods", "standard") == 1
+    assert not list(place.results.glob("*.json"))
+    assert place.run("--methods", "standard") == 0
+    assert sorted(path.suffix for path in place.results.glob("standard*")) == [".json", ".safetensors"]
+
+
+def test_a_report_of_an_older_version_is_made_again(tmp_path: Path) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard") == 0
+    result, report = place.results / "standard-seed0.json", tmp_path / "a" / "runs" / "standard-seed0" / "report.json"
+    before = result.read_text()
+    result.unlink()
+    old = json.loads(report.read_text())
+    del old["training_samples"]
+    report.write_text(json.dumps(old))
+    assert place.run("--methods", "standard") == 0
+    assert result.read_text() == before
+
+
+def test_maps_of_other_samples_are_not_drawn_over_these(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Place(tmp_path / "a")
+    assert place.run("--methods", "standard", "reference") == 0
+    assert "is without" not in capsys.readouterr().out
+    file = place.results / "reference-seed0.safetensors"
+    save_file({**load_file(file), "images": load_file(file)["images"].flip(0).contiguous()}, file)
+    assert place.run("--report") == 0
+    assert "heatmaps.png is without reference" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """Two rows one after the other: the second is begun by processes that are already there."""
+    place = Place(tmp_path / "a")
+    command = [sys.executable, "-m", "fasterisnet.cli", "benchmark", "mnist", *place.options]
+    command += ["--methods", "standard", "stochastic", "--set", "devices=2", "--set", "accelerator=cpu"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(place.tests()) == ["standard-seed0", "stochastic-seed0"]
+    assert done.stdout.count("| stochastic | 0 |") == 1
+    again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and again.stdout.count("is finished") == 2
+
+
+def test_options_of_data_are_joined_and_those_given_win(tmp_path: Path) -> None:
+    Place(tmp_path / "a")
+    recipe = Recipe.read("mnist", str(tmp_path / "a" / "recipe.yaml"))
+    for row, data, joined in (
+        ("reference", "a b", "drawn:a b?bias=none"),
+        ("reference", "DIR?limit=5", "drawn:DIR?bias=none&limit=5"),
+        ("reference", "DIR?bias=train", "drawn:DIR?bias=train"),
+        ("standard", "DIR?limit=5", "drawn:DIR?limit=5"),
+        ("standard", None, "drawn"),
+    ):
+        assert recipe.config(row, 0, data, tmp_path, {}).data == joined
+
+
+def test_commands_can_be_pasted(tmp_path: Path) -> None:
+    place = Place(tmp_path / "a b")
+    assert place.run("--methods", "standard", "--set", "watch=[iid]") == 0
+    command = json.loads((place.results / "standard-seed0.json").read_text())["command"]
+    assert shlex.split(command)[3:] == [
+        "--methods",
+        "standard",
+        "--seeds",
+        "0",
+        *place.options[:2],
+        "--set",
+        "watch=[iid]",
+    ]
+    assert command_of("fasterisnet benchmark mnist --seeds 0 --data '/a b/c?limit=5'", ["0", "3"]) == (
+        "fasterisnet benchmark mnist --seeds 0 3 --data 'DIR?limit=5'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has to hold keys"),
+        ("data: drawn", "has no 'seeds'"),
+        (RECIPE.replace("paper", "papers"), "unknown key 'papers'; did you mean 'paper'"),
+        (RECIPE.replace("epochs: 2", "epoch: 2"), "common: 'epoch' is not an option here; did you mean 'epochs'"),
+        (RECIPE.replace("method: standard}", "method: standard, seed: 3}"), "standard: 'seed' is not an option here"),
+    ],
+)
+def test_mistakes_in_recipes(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        Recipe.read("mnist", str(tmp_path / "recipe.yaml"))
 
 
 @pytest.mark.parametrize("name", ["mnist", "dogs", "xray"])
@@ -180,6 +301,9 @@ def test_the_recipes_of_the_package_are_valid(name: str, tmp_path: Path) -> None
         (["--set", "lr=["], "cannot be read"),
         (["--methods", "stocastic"], "did you mean 'stochastic'"),
         (["--recipe", "nowhere.yaml"], "cannot be read"),
+        (["--set", "seed=5"], "use --seeds"),
+        (["--set", "out=here"], "use --runs"),
+        (["--set", "data=drawn"], "use --data"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,14 +53,18 @@ def _of_different_classes(samples: Samples, count: int) -> list[int]:
     return list(met.values())
 
 
-def heatmap_grid(files: dict[str, Path], path: Path) -> None:
-    """Columns: the samples. Rows: the samples themselves, then the maps of every row of the experiment."""
+def heatmap_grid(files: dict[str, Path], path: Path) -> list[str]:
+    """Columns: the samples. Rows: the samples themselves, then the maps of every row of the experiment.
+
+    Returns the rows that are not in the picture because they explain other samples than the first.
+    """
     contents = {row: _loaded(file) for row, file in files.items() if file.exists()}
     if not contents:
-        return
+        return []
     first = next(iter(contents.values()))
-    maps = {row: content["maps"] for row, content in contents.items()}
+    maps = {row: c["maps"] for row, c in contents.items() if torch.equal(c["images"], first["images"])}
     save_figure(heatmap_figure(first["images"], maps, first["masks"], layout="columns"), path)
+    return [row for row in contents if row not in maps]
 
 
 def _loaded(file: Path) -> dict[str, Tensor]:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from fasterisnet.benchmark.pictures import heatmap_grid
-from fasterisnet.benchmark.runner import Recipe, read_result
+from fasterisnet.benchmark.recipe import Recipe
+from fasterisnet.benchmark.results import Results, read_results
+from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, save_figure
 from fasterisnet.writing import write_text
-
-Results = dict[str, list[dict[str, Any]]]
-
-
-def read_results(folder: Path, known: list[str]) -> Results:
-    """Finished runs by row, in the order of the recipe."""
-    found: Results = defaultdict(list)
-    for path in sorted(folder.glob("*-seed*.json")):
-        found[path.stem.rsplit("-seed", 1)[0]].append(read_result(path))
-    return {row: found[row] for row in [*known, *(row for row in found if row not in known)] if row in found}
 
 
 def write_tables(recipe: Recipe, folder: Path) -> str:
@@ -37,14 +28,14 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
     if histories:
         save_figure(accuracy_panels(histories), folder / "accuracy.png")
     seeds = {row: runs[0]["config"]["seed"] for row, runs in results.items()}
-    heatmap_grid(
+    left_out = heatmap_grid(
         {row: folder / f"{row}-seed{seed}.safetensors" for row, seed in seeds.items()}, folder / "heatmaps.png"
     )
     ranges = next((runs[0]["ranges"] for runs in results.values() if "ranges" in runs[0]), None)
     if ranges is not None:
         bounds = ranges["depths"]["input"]
         save_figure(curve_of_f(bounds["c1"][0], bounds["c2"][0]), folder / "f.png")
-    return content
+    return content + "".join(f"\nheatmaps.png is without {row}: it was tested on other images." for row in left_out)
 
 
 def table(recipe: Recipe, results: Results) -> str:
@@ -64,12 +55,22 @@ def table(recipe: Recipe, results: Results) -> str:
         epochs = "/".join(sorted({str(run["config"]["epochs"]) for run in runs}))
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = [str(run["config"]["seed"]) for run in runs]
-        command = runs[0]["command"].replace(f"--seeds {seeds[0]}", f"--seeds {' '.join(seeds)}")
-        command = re.sub(r"--data [^ ?]+", "--data DIR", command)
+        command = command_of(runs[0]["command"], seeds)
         facts = [row, ", ".join(seeds), samples, epochs, *cells, _gap(values), f"{minutes:.1f}", f"`{command}`"]
         lines.append(f"| {' | '.join(facts)} |")
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
     return "\n".join([*lines, "", f"Machine: {'; '.join(machines)}."])
+
+
+def command_of(command: str, seeds: list[str]) -> str:
+    """The command of the first seed for all of them, on data of the reader's own."""
+    words = shlex.split(command)
+    at = words.index("--seeds") + 1
+    words[at : at + 1] = seeds
+    if "--data" in words:
+        at = words.index("--data") + 1
+        words[at] = "DIR" + words[at].removeprefix(parts_of(words[at])[0])
+    return shlex.join(words)
 
 
 def _gap(values: list[list[float | None]]) -> str:

@@ -90,7 +90,7 @@ def open_source(spec: str | Path, *, seed: int = 0, **options: Any) -> Source:
     Options stand behind a question mark (`mnist:DIR?limit=10000&bias=none`) or are given by keyword, which wins; None
     stands for not given. A bare name is always the data set; a folder called so needs a separator (`./mnist`).
     """
-    address, query = _parts(str(spec))
+    address, query = parts_of(str(spec))
     given = query | {key: value for key, value in options.items() if value is not None}
     name, colon, place = address.partition(":")
     if name not in KINDS:
@@ -109,7 +109,7 @@ def open_source(spec: str | Path, *, seed: int = 0, **options: Any) -> Source:
     return kind.open(folder, **arguments)
 
 
-def _parts(spec: str) -> tuple[str, dict[str, Any]]:
+def parts_of(spec: str) -> tuple[str, dict[str, Any]]:
     """What is before the question mark, and the options after it; a path that has one in its name is left whole."""
     address, mark, query = spec.rpartition("?")
     if not mark or Path(spec).exists():
@@ -152,4 +152,4 @@ def _open_path(address: str, given: Mapping[str, Any]) -> Source:
 
 def is_own(spec: str | Path) -> bool:
     """Whether a text names a folder or table of the user's own, not a data set known by name."""
-    return _parts(str(spec))[0].partition(":")[0] not in KINDS
+    return parts_of(str(spec))[0].partition(":")[0] not in KINDS

@@ -9,6 +9,8 @@ from threading import Thread
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import distributed
 
 from fasterisnet.errors import UsageError
 from fasterisnet.training.config import Config
@@ -26,6 +28,11 @@ def processes(config: Config) -> tuple[int, int]:
     return config.devices, config.nodes
 
 
+def is_first_process() -> bool:
+    """Whether this process is the one of a run that writes and speaks; also true of a run with one process."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
 def start_fabric(config: Config) -> Fabric:
     """Processes and devices; DDP for more than one, whoever started them."""
     devices, nodes = processes(config)
@@ -41,9 +48,11 @@ def start_fabric(config: Config) -> Fabric:
         precision=config.precision,  # pyright: ignore[reportArgumentType]
         strategy=DDPStrategy() if several else "auto",
     )
-    if several and int(os.environ.get("LOCAL_RANK", "0")) > 0 and PARENT in os.environ:
-        Thread(target=_leave_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
-    os.environ[PARENT] = str(os.getpid())
+    there = distributed.is_available() and distributed.is_initialized()  # a run before this one started the processes
+    if several and not there:
+        if int(os.environ.get("LOCAL_RANK", "0")) > 0 and PARENT in os.environ:
+            Thread(target=_leave_with_parent, args=(int(os.environ[PARENT]),), daemon=True).start()
+        os.environ[PARENT] = str(os.getpid())
     fabric.launch()
     if config.precision == "16-mixed" and fabric.device.type != "cuda":
         raise UsageError("16-mixed needs a GPU; on this machine take bf16-mixed.")

@@ -286,6 +286,6 @@ def train(config: Config, *, resume: bool = False, watcher: Watcher | None = Non
     else:
         training.calibrate()
         training.fit()
-    if fabric.is_global_zero and not run.path("report.json").exists():
+    if fabric.is_global_zero and run.report is None:
         write_report(run, training.splits, training.say, fabric.device)
     return run

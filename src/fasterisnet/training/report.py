@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from fasterisnet.evaluation.metrics import evaluate
 from fasterisnet.relevance.explain import explain
 from fasterisnet.training.batches import Loader
 from fasterisnet.training.run import Card, Run
-from fasterisnet.training.splits import Splits
 from fasterisnet.writing import write_text
+
+if TYPE_CHECKING:  # what trains needs Lightning, what reads a run does not
+    from fasterisnet.training.splits import Splits
 
 SHOWN = 4
 

@@ -165,6 +165,15 @@ class Run:
         writer.writerows({key: repr(value) for key, value in row.items()} for row in rows)
         write_text(self.path("metrics.csv"), stream.getvalue())
 
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The tests, None if they are still to be made or lack something that a report has today."""
+        try:
+            content = json.loads(self.path("report.json").read_text(encoding="utf-8"))
+            return content if content.keys() >= {"epoch", "training_samples", "tests"} else None
+        except (OSError, ValueError, AttributeError):
+            return None
+
     def write_json(self, name: str, content: Any) -> None:
         """A JSON file."""
         write_text(self.path(name), json.dumps(content, indent=2) + "\n")

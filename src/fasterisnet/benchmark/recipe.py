@@ -1,0 +1,81 @@
+"""Recipes: which rows an experiment has, and the options of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import yaml
+
+from fasterisnet.data.sources import parts_of
+from fasterisnet.errors import UsageError
+from fasterisnet.training.config import Config, nearest
+
+OPTIONS = [option.name for option in fields(Config)]
+OWN = {"data": "--data", "seed": "--seeds", "out": "--runs"}  # options that an experiment gives its runs itself
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment: what its rows share, the rows, the splits that test them and what the paper has for each."""
+
+    name: str
+    data: str
+    seeds: list[int]
+    tests: list[str]
+    common: dict[str, Any]
+    rows: dict[str, dict[str, Any]]
+    paper: dict[str, list[float | None]]
+    metric: str = "accuracy"
+
+    @classmethod
+    def read(cls, name: str, file: str | None = None) -> Recipe:
+        """The recipe that comes with the package, or a file."""
+        source = Path(file) if file else resources.files("fasterisnet.benchmark") / "recipes" / f"{name}.yaml"
+        what = f"The recipe {file or name}"
+        try:
+            content = yaml.safe_load(source.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UsageError(f"{what} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise UsageError(f"{what} has to hold keys and values.")
+        content = {"common": {}, "paper": {}, **content}
+        known = [field.name for field in fields(cls) if field.name != "name"]
+        for key in content:
+            if key not in known:
+                raise UsageError(f"{what} has an unknown key '{key}'{nearest(str(key), known)}")
+        for key in known[:-1]:
+            if key not in content:
+                raise UsageError(f"{what} has no '{key}'.")
+        for row, options in {"common": content["common"], **content["rows"]}.items():
+            for option in options:
+                if option not in (*OPTIONS, "data_options") or option in OWN:
+                    raise UsageError(f"{what}, {row}: '{option}' is not an option here{nearest(option, OPTIONS)}")
+        return cls(name=name, **content)
+
+    def config(self, row: str, seed: int, data: str | None, out: Path, changes: dict[str, Any]) -> Config:
+        """The options of one run. `data` is a folder, with options of its own behind a '?' if need be; they win."""
+        if row not in self.rows:
+            raise UsageError(f"There is no row '{row}'{nearest(row, list(self.rows))}")
+        options = {**self.common, **self.rows[row]}
+        folder, given = parts_of(data) if data else ("", {})
+        query = urlencode({**options.pop("data_options", {}), **given})
+        place = f"{self.data}:{folder}" if folder else self.data
+        options["data"] = place + ("?" + query if query else "")
+        return Config(**{**options, "seed": seed, "out": str(out), **changes})
+
+
+def change(text: str) -> tuple[str, Any]:
+    """An option of all rows and its value, from `KEY=VALUE`."""
+    key, separator, value = text.partition("=")
+    if not separator or key not in OPTIONS:
+        raise UsageError(f"--set {text}: give KEY=VALUE with a known key{nearest(key, OPTIONS)}")
+    if key in OWN:
+        raise UsageError(f"--set {text}: every run has its own {key}; use {OWN[key]}.")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {text}: the value cannot be read: {error}") from error
