@@ -109,6 +109,8 @@ def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.C
         for t in (only_tests(first), only_tests(second))
     ]
     assert cells[7] == f"{100 * max(gaps):.2f}"
+    mass = (first["deceiving"]["background_mass"] + second["deceiving"]["background_mass"]) / 2
+    assert cells[8] == f"{100 * mass:.2f}%"
     assert "`fasterisnet benchmark mnist --methods standard --seeds 0 1 --recipe " in line
 
 

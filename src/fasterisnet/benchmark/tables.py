@@ -40,7 +40,8 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
 
 def table(recipe: Recipe, results: Results) -> str:
     """One line a row: mean over the seeds on every test, the paper's number in brackets."""
-    head = ["row", "seeds", "samples", "epochs", *recipe.tests, "largest gap, points", "training, min", "command"]
+    facts = ["largest gap, points", f"relevance in the background, {recipe.tests[-1]}", "training, min", "command"]
+    head = ["row", "seeds", "samples", "epochs", *recipe.tests, *facts]
     lines = [
         f"{recipe.metric}, mean over seeds; in brackets the paper's",
         "",
@@ -56,8 +57,8 @@ def table(recipe: Recipe, results: Results) -> str:
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = [str(run["config"]["seed"]) for run in runs]
         command = command_of(runs[0]["command"], seeds)
-        facts = [row, ", ".join(seeds), samples, epochs, *cells, _gap(values), f"{minutes:.1f}", f"`{command}`"]
-        lines.append(f"| {' | '.join(facts)} |")
+        facts = [_gap(values), _attention(recipe, runs), f"{minutes:.1f}", f"`{command}`"]
+        lines.append(f"| {' | '.join([row, ', '.join(seeds), samples, epochs, *cells, *facts])} |")
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
     return "\n".join([*lines, "", f"Machine: {'; '.join(machines)}."])
 
@@ -77,6 +78,13 @@ def _gap(values: list[list[float | None]]) -> str:
     """Between the best and the worst test of one run, in points; the largest of all runs."""
     runs = [[v for v in run if v is not None] for run in zip(*values, strict=True)]
     return f"{100 * max(max(run) - min(run) for run in runs):.2f}" if all(runs) else "-"
+
+
+def _attention(recipe: Recipe, runs: list[dict[str, Any]]) -> str:
+    """The share of relevance that lies in the background of the last, hardest test, mean over the seeds."""
+    shares = [run["tests"].get(recipe.tests[-1], {}).get("background_mass") for run in runs]
+    known = [share for share in shares if share is not None]
+    return f"{statistics.mean(known):.2%}" if known else "-"
 
 
 def _cell(values: list[float | None], paper: float | None) -> str:
