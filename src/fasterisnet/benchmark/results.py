@@ -41,7 +41,7 @@ def read_results(folder: Path, known: list[str]) -> Results:
 def finished(result: Path, config: Config) -> bool:
     """Whether a run has its result; it is refused where results of its row were made with other options."""
     for other in sorted(result.parent.glob(f"{_row(result)}-seed*.json")):
-        unlike = difference(read_result(other)["config"], vars(config), "seed" if other != result else "out")
+        unlike = difference(read_result(other)["config"], vars(config), "seed")
         if unlike:
             raise UsageError(f"{other} was made with {unlike}; remove it, or take other --results.")
     return result.exists()
