@@ -28,10 +28,10 @@ from torch.nn import functional as F
 import fasterisnet as fi
 from fasterisnet.losses import heatmap_loss
 from fasterisnet.methods import ISNet
-from fasterisnet.relevance import rules
-from fasterisnet.relevance.engine import Trace
-from fasterisnet.relevance.explain import explain, relevance_maps
-from fasterisnet.relevance.targets import Joint, Logit, Target
+from fasterisnet.lrp import rules
+from fasterisnet.lrp.engine import Trace
+from fasterisnet.lrp.explain import explain, relevance_maps
+from fasterisnet.lrp.targets import Joint, Logit, Target
 from fasterisnet.small_maps import SmallMaps
 
 BACKBONES = {"resnet18": (128, 28), "resnet50": (4, 224), "densenet121": (4, 224)}

@@ -3,6 +3,11 @@
 from fasterisnet import targets
 from fasterisnet.errors import FasterISNetError, RuleWarning
 from fasterisnet.losses import Ranges
+from fasterisnet.lrp.check import check
+from fasterisnet.lrp.explain import explain
+from fasterisnet.lrp.record import recording
+from fasterisnet.lrp.rules import RuleTable
+from fasterisnet.lrp.trace import relevance
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import (
     Dual,
@@ -17,11 +22,10 @@ from fasterisnet.methods import (
     calibrate,
     normalised_box,
 )
-from fasterisnet.relevance.check import check
-from fasterisnet.relevance.explain import explain
 
 __all__ = [
-    "Dual", "FasterISNetError", "GradInput", "Original", "Parts", "Ranges", "RuleWarning", "Selective",
+    "Dual", "FasterISNetError", "GradInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning", "Selective",
     "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "check", "explain", "keep_memory",
-    "normalised_box", "targets",
+    "normalised_box",
+    "recording", "relevance", "targets",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from fasterisnet.data.base import Samples
 from fasterisnet.data.sources import open_source
 from fasterisnet.evaluation.attention import background_mass
 from fasterisnet.evaluation.figures import overlay
-from fasterisnet.relevance.explain import explain
+from fasterisnet.lrp.explain import explain
 from fasterisnet.training.config import Config
 from fasterisnet.training.loop import train
 from fasterisnet.training.run import Card, Run

@@ -1,6 +1,6 @@
 """What can be explained: the named targets of `explain`."""
 
-from fasterisnet.relevance.targets import (
+from fasterisnet.lrp.targets import (
     AllLogits,
     Eta,
     EtaOfLowest,

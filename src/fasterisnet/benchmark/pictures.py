@@ -13,7 +13,7 @@ from torch import Tensor
 from fasterisnet.data.base import Label, Samples
 from fasterisnet.errors import InputError, RuleError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
-from fasterisnet.relevance.explain import explain
+from fasterisnet.lrp.explain import explain
 from fasterisnet.training.report import read, viewable
 from fasterisnet.training.run import Run
 from fasterisnet.writing import replacing

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses import has_foreground, prepare_masks
-from fasterisnet.small_maps import SmallMaps
+from fasterisnet.lrp.small_maps import SmallMaps
 
 Fill = float | Sequence[float] | Tensor | None
 

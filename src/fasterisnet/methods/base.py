@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
-from fasterisnet.small_maps import SmallMaps
+from fasterisnet.lrp.small_maps import SmallMaps
 
 Masks = Tensor | Sequence[Tensor | None] | None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
-from fasterisnet.relevance.explain import observing
+from fasterisnet.lrp.explain import observing
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fasterisnet.methods.isnet import ISNet
-from fasterisnet.relevance.targets import Joint, Target
+from fasterisnet.lrp.targets import Joint, Target
 
 
 class Dual(ISNet):

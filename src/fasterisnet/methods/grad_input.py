@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fasterisnet.methods.isnet import ISNet
 from fasterisnet.methods.original import Original
-from fasterisnet.relevance.targets import Probability, Target
+from fasterisnet.lrp.targets import Probability, Target
 
 
 class GradInput(Original):

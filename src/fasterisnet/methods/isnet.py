@@ -17,11 +17,11 @@ from fasterisnet.losses.calibration import Range
 from fasterisnet.losses.heatmap import Foreground
 from fasterisnet.methods.base import Masks, Parts, classification_loss, describe, gathered_masks, is_multi_label
 from fasterisnet.methods.depths import supervised_depths
-from fasterisnet.relevance import rules
-from fasterisnet.relevance.check import first_bad_layer
-from fasterisnet.relevance.engine import Trace
-from fasterisnet.relevance.explain import check_inputs, observing, relevance_maps
-from fasterisnet.relevance.targets import AllLogits, Target
+from fasterisnet.lrp import rules
+from fasterisnet.lrp.check import first_bad_layer
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
+from fasterisnet.lrp.targets import AllLogits, Target
 
 Weight = float | Sequence[float] | Callable[[int], float]
 DEPTH_DECAY = 0.7

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.methods.isnet import ISNet, Terms
-from fasterisnet.relevance import rules
-from fasterisnet.relevance.engine import Trace
-from fasterisnet.relevance.explain import relevance_maps
-from fasterisnet.relevance.targets import AllLogits, Logit, Target
+from fasterisnet.lrp import rules
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.lrp.explain import relevance_maps
+from fasterisnet.lrp.targets import AllLogits, Logit, Target
 
 
 class Original(ISNet):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fasterisnet.methods.isnet import ISNet
-from fasterisnet.relevance.targets import Logit, Target
+from fasterisnet.lrp.targets import Logit, Target
 
 
 class Stochastic(ISNet):

@@ -10,7 +10,7 @@ import torch
 from fasterisnet.data.decoding import is_image_name, read_image, read_mask
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
-from fasterisnet.relevance.explain import explain
+from fasterisnet.lrp.explain import explain
 from fasterisnet.training.config import nearest
 from fasterisnet.training.report import viewable
 from fasterisnet.training.run import Run

@@ -13,7 +13,7 @@ from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
-from fasterisnet.relevance.explain import explain
+from fasterisnet.lrp.explain import explain
 from fasterisnet.training.batches import Loader
 from fasterisnet.training.run import Card, Run
 from fasterisnet.writing import write_text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from relevance.reference import (
+from lrp.reference import (
     Act,
     Add,
     Lin,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fasterisnet import explain
 from fasterisnet.errors import FasterISNetError
-from fasterisnet.relevance.targets import Eta, Logit
-from relevance.small_nets import BOX, RULES, Net, pictures, randomised, residual
+from fasterisnet.lrp.targets import Eta, Logit
+from lrp.small_nets import BOX, RULES, Net, pictures, randomised, residual
 
 
 def refuses(words: list[str], model: nn.Module, images: Any, *arguments: Any, **options: Any) -> None:
@@ -162,8 +162,6 @@ def tail(m: Any, x: Tensor) -> Tensor:
 STEMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, nn.Module], str]] = {
     "batch norm": (lambda m, x: tail(m, m.bn(x)), {"bn": nn.BatchNorm2d(3)}, "batch_norm"),
     "relu": (lambda m, x: tail(m, torch.relu(x)), {}, "relu"),
-    "normalisation": (lambda m, x: tail(m, (x - 0.5) / 0.2), {}, "sub"),
-    "division": (lambda m, x: tail(m, x / 0.2), {}, "div"),
     "pooling": (lambda m, x: tail(m, nn.functional.avg_pool2d(x, 3, 1, 1)), {}, "avg_pool2d"),
     "max pooling": (lambda m, x: tail(m, nn.functional.max_pool2d(x, 3, 1, 1)), {}, "max_pool2d"),
     "layer norm": (lambda m, x: tail(m, m.norm(x)), {"norm": nn.LayerNorm([3, 6, 6])}, "layer_norm"),

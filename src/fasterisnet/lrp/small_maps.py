@@ -88,15 +88,40 @@ class Unrolled(Function):
         return out, None
 
 
-def unrolled(weight: Tensor, geometry: Geometry) -> Tensor:
-    """A kernel (to, from, ...) as a matrix (to, pixels of the result, from, pixels of the map)."""
-    return Unrolled.apply(weight, geometry)
+class SmallConvolution(Function):
+    """The convolution of x with an unrolled kernel."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, Geometry], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.geometry = inputs[3]
+
+    @staticmethod
+    def forward(x: Tensor, matrix: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        return convolve(x, matrix, bias, geometry)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor | None, ...]:
+        x, matrix, bias = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        for_x = transposed(G, matrix, ctx.geometry) if wanted[0] else None
+        for_matrix = (G.flatten(1).T @ x.flatten(1)).view_as(matrix) if wanted[1] else None
+        for_bias = G.flatten(2).sum((0, 2)).to(bias.dtype) if wanted[2] else None
+        return for_x, for_matrix, for_bias, None
 
 
-def apply(x: Tensor, matrix: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The convolution."""
+def convolve(x: Tensor, matrix: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The convolution, `matrix` being the unrolled kernel."""
     y = F.linear(x.flatten(1), matrix.flatten(0, 1).flatten(1)).view(len(x), len(matrix), *geometry.out)
     return y if bias is None else y + bias.to(y.dtype).view(-1, *[1] * len(geometry.out))
+
+
+def transposed(G: Tensor, matrix: Tensor, geometry: Geometry) -> Tensor:
+    """What the convolution's transpose makes of G."""
+    flat = G.flatten(1) @ matrix.flatten(0, 1).flatten(1)
+    return flat.view(len(G), matrix.shape[2], *geometry.sizes)
 
 
 def numbers(value: Any, n: int) -> tuple[int, ...]:
@@ -107,7 +132,7 @@ def numbers(value: Any, n: int) -> tuple[int, ...]:
 
 
 class SmallMaps(TorchFunctionMode):
-    """While entered, convolutions of plain networks run as described above; a `Trace` does so by itself.
+    """While entered, convolutions run as described above.
 
     Not where saved tensors are watched: gradient checkpointing runs the forward pass again outside, and compares.
     """
@@ -122,5 +147,14 @@ class SmallMaps(TorchFunctionMode):
                 stride, dilation = (numbers(values.get(key, 1), n) for key in ("stride", "dilation"))
                 geometry = small(x, weight, stride, numbers(padding, n), dilation, values.get("groups", 1))
                 if geometry is not None:
-                    return apply(x, unrolled(weight, geometry), values.get("bias"), geometry)
+                    x, weight, bias = _cast(x, weight, values.get("bias"))
+                    return SmallConvolution.apply(x, Unrolled.apply(weight, geometry), bias, geometry)
         return func(*args, **kwargs)
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Autocast does not look into Functions: what it would do to a convolution is done here."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

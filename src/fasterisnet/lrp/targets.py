@@ -6,7 +6,7 @@ Any callable `logits (batch, classes) -> (batch,)` is a target; these are the na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +14,17 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 
-Classes = int | Tensor
+Classes = int | Tensor | Sequence[int]
 Target = Callable[[Tensor], Tensor]
 
 
 def chosen(logits: Tensor, classes: Classes) -> Tensor:
     """Class indices, one a sample, checked against the logits."""
     count = logits.shape[1]
-    index = torch.as_tensor(classes, device=logits.device)
+    try:
+        index = torch.as_tensor(classes, device=logits.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"Classes are {classes!r:.60}; give an integer, or one for each sample.") from error
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise InputError(f"Classes have to be integers; they are {index.dtype}.")
     if index.ndim == 0:
@@ -44,6 +47,7 @@ class _OfClasses:
 
     def _key(self) -> tuple[object, ...]:
         classes = self.classes.tolist() if isinstance(self.classes, Tensor) else self.classes
+        classes = list(classes) if isinstance(classes, Sequence) else classes
         return type(self), tuple(classes) if isinstance(classes, list) else classes, getattr(self, "mu", None)
 
     def __eq__(self, other: object) -> bool:
@@ -160,8 +164,8 @@ def resolve(target: Target | Classes | None) -> Target:
     """None: the highest logit. An integer or a tensor of classes: those logits. A callable: itself."""
     if target is None:
         return Highest()
-    if isinstance(target, int | Tensor):
-        return Logit(target)
+    if isinstance(target, int | Tensor | list | tuple) or hasattr(target, "__array__"):  # numpy's integers and arrays
+        return Logit(torch.as_tensor(target) if hasattr(target, "__array__") else target)  # type: ignore[arg-type]
     if callable(target) and not isinstance(target, type):
         return target
     kind = type(target).__name__

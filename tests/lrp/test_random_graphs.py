@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fasterisnet
-from relevance.cases import iadd
-from relevance.reference import (
+from lrp.cases import iadd
+from lrp.reference import (
     Act,
     Add,
     Cat,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fasterisnet import explain
 from fasterisnet.errors import InputError, RuleError
-from relevance.small_nets import BOX, CLASSES, RULES, Net, Residual, pictures, randomised, residual
+from lrp.small_nets import BOX, CLASSES, RULES, Net, Residual, pictures, randomised, residual
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

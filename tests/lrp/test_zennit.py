@@ -17,7 +17,7 @@ from zennit.composites import NameLayerMapComposite
 from zennit.rules import Epsilon, Norm, Pass, ZBox, ZPlus
 
 from fasterisnet import explain
-from relevance.reference import assert_same, images, one_hot, randomise
+from lrp.reference import assert_same, images, one_hot, randomise
 
 NOTHING = 1e-30
 CLASSES = torch.tensor([1, 3])

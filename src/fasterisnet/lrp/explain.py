@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
-from fasterisnet.relevance import rules
-from fasterisnet.relevance.engine import Trace
-from fasterisnet.relevance.targets import AllLogits, Classes, Target, resolve
+from fasterisnet.lrp import rules
+from fasterisnet.lrp.trace import Rules, Trace
+from fasterisnet.lrp.targets import AllLogits, Classes, Target, resolve
 
 
 @overload
 def explain(
-    model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: str | rules.RuleTable = ...,
+    model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: Rules = ...,
     epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: None = None, create_graph: bool = ...,
     strict: bool = ...,
 ) -> Tensor: ...  # fmt: skip
@@ -25,8 +25,8 @@ def explain(
 
 @overload
 def explain(
-    model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: str | rules.RuleTable = ...,
-    epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: Sequence[str], create_graph: bool = ...,
+    model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: Rules = ...,
+    epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: Sequence[str | nn.Module], create_graph: bool = ...,
     strict: bool = ...,
 ) -> dict[str, Tensor]: ...  # fmt: skip
 
@@ -36,10 +36,10 @@ def explain(
     images: Tensor,
     target: Target | Classes | None = None,
     *,
-    rule: str | rules.RuleTable = "epsilon",
+    rule: Rules = "epsilon",
     epsilon: float = 0.01,
     box: tuple[Any, Any] | None = None,
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str | nn.Module] | None = None,
     create_graph: bool = False,
     strict: bool = False,
 ) -> Tensor | dict[str, Tensor]:
@@ -53,7 +53,7 @@ def explain(
     strict: an operation without a rule is an error instead of a warning.
     """
     check_inputs(model, images)
-    table = rules.table(rule, epsilon)
+    table = rules.tables(rule, epsilon)
     wanted = resolve(target)
     with torch.inference_mode(False), nullcontext() if create_graph else observing(model):
         images = images.clone() if images.is_inference() else images
@@ -64,7 +64,7 @@ def explain(
 
 
 def relevance_maps(
-    trace: Trace, table: rules.RuleTable, target: Target, *, create_graph: bool, use_box: bool = True
+    trace: Trace, table: Rules, target: Target, *, create_graph: bool, use_box: bool = True
 ) -> dict[str, Tensor]:
     """The maps of one target over an open trace; `AllLogits` stacks one map a class."""
     with torch.enable_grad():
@@ -104,14 +104,21 @@ def check_inputs(model: Any, images: Any) -> None:
 @contextmanager
 def observing(model: nn.Module) -> Iterator[None]:
     """Leaves buffers (running statistics) and random states as they were, whatever the forward pass does to them."""
-    learning = any(module.training for module in model.modules())
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()] if learning else []
+    owners = [(module, dict(module._buffers)) for module in model.modules() if getattr(module, "_buffers", None)]
+    saved = [(buffer, buffer.clone()) for _, buffers in owners for buffer in buffers.values() if buffer is not None]
     with torch.random.fork_rng(_devices(model)):
         try:
             yield
         finally:
-            for buffer, before in saved:
-                buffer.data.copy_(before)  # .data: graphs that wait for their backward do not take it for a change
+            for module, buffers in owners:
+                for name, buffer in buffers.items():
+                    if module._buffers.get(name) is not buffer:
+                        module._buffers[name] = buffer
+            for buffer, before in saved:  # .data: graphs that wait for their backward do not take it for a change
+                if buffer.shape == before.shape:
+                    buffer.data.copy_(before)
+                else:
+                    buffer.data = before
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

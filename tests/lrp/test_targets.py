@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fasterisnet import explain
 from fasterisnet.errors import FasterISNetError
-from fasterisnet.relevance import targets
-from fasterisnet.relevance.targets import (
+from fasterisnet.lrp import targets
+from fasterisnet.lrp.targets import (
     AllLogits,
     Eta,
     EtaOfLowest,
@@ -25,7 +25,7 @@ from fasterisnet.relevance.targets import (
     Lowest,
     Probability,
 )
-from relevance.small_nets import RULES, Net, pictures, randomised
+from lrp.small_nets import RULES, Net, pictures, randomised
 
 LOGITS = torch.tensor([[0.5, -1.0, 2.0], [3.0, 1.0, -0.25]], dtype=torch.float64)
 MU = 0.01

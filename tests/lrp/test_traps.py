@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fasterisnet import explain
 from fasterisnet.errors import FasterISNetError, RuleError, RuleWarning
-from fasterisnet.relevance.targets import AllLogits, Eta, Joint
-from relevance.small_nets import (
+from fasterisnet.lrp.targets import AllLogits, Eta, Joint
+from lrp.small_nets import (
     BOX,
     RULES,
     Net,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import RuleWarning
-from fasterisnet.relevance import rules
-from fasterisnet.relevance.engine import Trace
-from fasterisnet.relevance.explain import check_inputs, observing, relevance_maps
-from fasterisnet.relevance.tags import Met
-from fasterisnet.relevance.targets import Classes, Target, resolve
+from fasterisnet.lrp import rules
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
+from fasterisnet.lrp.walk import Met
+from fasterisnet.lrp.targets import Classes, Target, resolve
 
 EXPLOSION = 1e4
 SECOND_ORDER_TOLERANCE = 1e-4
@@ -97,10 +97,10 @@ def check(
         except RuntimeError:  # some models insist on float32 somewhere inside
             error, tolerance = _second_order_error(twin.to(images.dtype), few, wanted, table, box)
     maps = maps.reshape(scores.numel(), -1)
-    reached = trace.unruled.warned
+    reached = trace.log.warned
     verdict = Verdict(
         rule=table.name,
-        operations=sorted(trace.met.values(), key=lambda m: (m.treatment, m.name)),
+        operations=sorted(trace.log.met.values(), key=lambda m: (m.treatment, m.name)),
         without_rule=[Met(name, "ordinary derivative", module=module) for name, module in sorted(reached)],
         scores=scores.flatten().tolist(),
         sums=maps.sum(1).tolist(),

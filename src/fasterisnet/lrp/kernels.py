@@ -1,103 +1,17 @@
-"""Autograd Functions of the relevance pass: where rules take the place of derivatives, and fast analytic kernels.
-
-Two kinds live here. `Rewire`, `Rectify` and `Alias` sit in the *forward* graph and ask the operation they carry what to
-do with the incoming G; outside a relevance pass they behave like the ordinary derivative. The others are steps *of* the
-relevance pass whose own derivatives are written out, because autograd's generic double backward costs far more.
-"""
+"""Steps of a relevance pass whose derivatives are written out: autograd's generic double backward costs far more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from fasterisnet.relevance.operations import Operation
-
 # Elements handled at a time by the element-wise kernels, so that their temporaries stay in the processor's cache.
 CHUNK = 1 << 18
-
-
-class Rewire(Function):
-    """Marks `y` as the output of an operation; in a relevance pass its rule sends G straight to the sources."""
-
-    @staticmethod
-    def forward(ctx: Any, operation: Operation, y: Tensor, *sources: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(y)
-        ctx.operation = operation
-        ctx.count = len(sources)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor | None) -> tuple[Tensor | None, ...]:
-        if G is None or not ctx.operation.state.active:
-            return (None, G, *[None] * ctx.count)
-        native, grads = ctx.operation.propagate(G)
-        return (None, native, *grads)
-
-
-class Rectify(Function):
-    """ReLU, in place or not, with the ordinary derivative outside a relevance pass."""
-
-    @staticmethod
-    def forward(ctx: Any, operation: Operation, in_place: bool, x: Tensor, *sources: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.operation = operation
-        ctx.count = len(sources)
-        if in_place:
-            ctx.mark_dirty(x)
-            y = x.relu_()
-        else:
-            y = x.relu()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor | None) -> tuple[Tensor | None, ...]:
-        if G is None:
-            return (None,) * (3 + ctx.count)
-        (y,) = ctx.saved_tensors
-        if not ctx.operation.state.active:
-            return (None, None, torch.ops.aten.threshold_backward(G, y, 0), *[None] * ctx.count)
-        native, grads = ctx.operation.propagate(G, y)
-        return (None, None, native, *grads)
-
-
-class Alias(Function):
-    """An operand as it is, through which a rule may change, or stop, the relevance that flows back."""
-
-    @staticmethod
-    def forward(ctx: Any, operation: Operation, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.operation = operation
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor | None) -> tuple[Tensor | None, ...]:
-        if G is None or not ctx.operation.state.active:
-            return None, G
-        return None, ctx.operation.propagate(G)[0]
-
-
-class Assign(Function):
-    """`x[...] = y` with y's history: how an in-place operation ends whose rule still needs the old x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(x)
-        ctx.is_view = x._is_view()
-        return x.copy_(y)
-
-    @staticmethod
-    def backward(ctx: Any, G: Tensor | None) -> tuple[Tensor | None, ...]:
-        # The history of a view's base takes "no gradient" for "the same gradient", so it has to be told zero.
-        return torch.zeros_like(G) if ctx.is_view and G is not None else None, G
 
 
 class ConvolutionSettings(NamedTuple):
@@ -192,68 +106,79 @@ class ChannelScale(Function):
 
 
 class Quotient(Function):
-    """`G * y / (z + eps)`, with eps taking the sign of z where `signed`; sign(0) = 1."""
+    """`G * y / (z + eps)`, or `G / (z + eps)` without y; eps takes the sign of z where `signed`; sign(0) = 1."""
 
     @staticmethod
-    def forward(ctx: Any, G: Tensor, y: Tensor, z: Tensor, epsilon: float, signed: bool) -> Tensor:
+    def forward(ctx: Any, G: Tensor, y: Tensor | None, z: Tensor, epsilon: float, signed: bool) -> Tensor:
         z = _dense(z)
         ctx.save_for_backward(G, y, z)
         ctx.epsilon, ctx.signed = epsilon, signed
         out = torch.empty_like(z)
-        for part in _parts(z, None, G, y, out):
-            c, g, a, o = part.tensors
-            torch.mul(g, a, out=o)
-            o.div_(_stabilised(c, epsilon, signed))
+        for part in _parts(z, None, G, out, *_given(y)):
+            c, g, o, *a = part.tensors
+            torch.div(g, _stabilised(c, epsilon, signed), out=o)
+            if a:
+                o.mul_(a[0])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         G, y, z = ctx.saved_tensors
-        for_G, for_y, for_z = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
-        for part in _parts(z, None, G, y, u, for_G, for_y, for_z):
-            c, g, a, w, o_G, o_y, o_z = part.tensors
+        for_G, for_z = torch.empty_like(z), torch.empty_like(z)
+        for_y = None if y is None else torch.empty_like(z)
+        for part in _parts(z, None, G, u, for_G, for_z, *_given(y), *_given(for_y)):
+            c, g, w, o_G, o_z, *rest = part.tensors
             inverse = _stabilised(c, ctx.epsilon, ctx.signed).reciprocal_()
-            torch.mul(w, inverse, out=o_z)
-            torch.mul(o_z, a, out=o_G)
-            torch.mul(o_z, g, out=o_y)
-            torch.mul(o_y, a, out=o_z)
+            torch.mul(w, inverse, out=o_G)
+            torch.mul(o_G, g, out=o_z)
+            if rest:
+                rest[1].copy_(o_z)
+                o_G.mul_(rest[0])
+                o_z.mul_(rest[0])
             o_z.mul_(inverse).neg_()
         return for_G, for_y, for_z, None, None
 
 
+def _given(t: Tensor | None) -> tuple[Tensor, ...]:
+    return () if t is None else (t,)
+
+
 class SumShares(Function):
-    """z+ through `y = a + b`: `s = G*y/(a+ + b+ + eps)`, to a where it is positive, to b where it is."""
+    """z+ through `y = a + b`: `s = R/(a+ + b+ + eps)`, `a+ s` to a and `b+ s` to b."""
 
     @staticmethod
-    def forward(ctx: Any, G: Tensor, y: Tensor, a: Tensor, b: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        y = _dense(y)
-        ctx.save_for_backward(G, y, a, b)
+    def forward(ctx: Any, R: Tensor, a: Tensor, b: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        R = _dense(R)
+        ctx.save_for_backward(R, a, b)
         ctx.epsilon = epsilon
-        for_a, for_b = torch.empty_like(y), torch.empty_like(y)
-        for part in _parts(y, None, G, a, b, for_a, for_b):
-            c, g, first, second, o_a, o_b = part.tensors
-            s = first.clamp(min=0).add_(second.clamp(min=0)).add_(epsilon).reciprocal_().mul_(c).mul_(g)
-            torch.mul(s, first > 0, out=o_a)
-            torch.mul(s, second > 0, out=o_b)
+        for_a, for_b = torch.empty_like(R), torch.empty_like(R)
+        for part in _parts(R, None, a, b, for_a, for_b):
+            r, first, second, o_a, o_b = part.tensors
+            torch.clamp(first, min=0, out=o_a)
+            torch.clamp(second, min=0, out=o_b)
+            s = torch.add(o_a, o_b).add_(epsilon).reciprocal_().mul_(r)
+            o_a.mul_(s)
+            o_b.mul_(s)
         return for_a, for_b
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, u_a: Tensor, u_b: Tensor) -> tuple[Tensor | None, ...]:
-        G, y, a, b = ctx.saved_tensors
-        for_G, for_y, for_a, for_b = (torch.empty_like(y) for _ in range(4))
-        for part in _parts(y, None, G, a, b, u_a, u_b, for_G, for_y, for_a, for_b):
-            c, g, first, second, w_a, w_b, o_G, o_y, o_a, o_b = part.tensors
-            inverse = first.clamp(min=0).add_(second.clamp(min=0)).add_(ctx.epsilon).reciprocal_()
-            first_on, second_on = first > 0, second > 0
-            w = torch.mul(w_a, first_on).add_(w_b * second_on).mul_(inverse)
-            torch.mul(w, c, out=o_G)
-            torch.mul(w, g, out=o_y)
-            w.mul_(c).mul_(g).mul_(inverse).neg_()
-            torch.mul(w, first_on, out=o_a)
-            torch.mul(w, second_on, out=o_b)
-        return for_G, for_y, for_a, for_b, None
+        R, a, b = ctx.saved_tensors
+        for_R, for_a, for_b = (torch.empty_like(R) for _ in range(3))
+        for part in _parts(R, None, a, b, u_a, u_b, for_R, for_a, for_b):
+            r, first, second, w_a, w_b, o_R, o_a, o_b = part.tensors
+            plus_a, plus_b = first.clamp(min=0), second.clamp(min=0)
+            inverse = torch.add(plus_a, plus_b).add_(ctx.epsilon).reciprocal_()
+            torch.mul(w_a, plus_a, out=o_R)
+            o_R.addcmul_(w_b, plus_b).mul_(inverse)
+            s = inverse.mul_(r)  # R/(z + eps); what z loses is o_R * s
+            torch.sub(w_a, o_R, out=o_a)
+            o_a.mul_(s).mul_(first > 0)
+            torch.sub(w_b, o_R, out=o_b)
+            o_b.mul_(s).mul_(second > 0)
+        return for_R, for_a, for_b, None
 
 
 def _stabilised(z: Tensor, epsilon: float, signed: bool) -> Tensor:

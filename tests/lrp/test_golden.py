@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from fasterisnet import explain
 from fasterisnet.losses import heatmap_loss
-from fasterisnet.relevance.targets import AllLogits, Eta, EtaOfLowest, Joint, Logit
+from fasterisnet.lrp.targets import AllLogits, Eta, EtaOfLowest, Joint, Logit
 
 FOLDER = Path(__file__).parents[1] / "golden"
 TINY, STEP, RESNET = (dict(np.load(FOLDER / f"{name}.npz")) for name in ("tiny_cnn", "train_step", "resnet18_recipe"))

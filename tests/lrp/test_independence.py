@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet import explain
-from fasterisnet.relevance.targets import AllLogits, Eta, Joint, Logit, Probability
-from relevance.small_nets import BOX, RULES, Net, pictures, randomised, residual
+from fasterisnet.lrp.targets import AllLogits, Eta, Joint, Logit, Probability
+from lrp.small_nets import BOX, RULES, Net, pictures, randomised, residual
 
 ROUNDS = 15
 RULED = [rule for rule in RULES if rule != "gradient"]  # the plain gradient does go through the batch statistics

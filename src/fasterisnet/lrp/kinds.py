@@ -1,0 +1,137 @@
+"""What the nodes of autograd's graph compute, by the name torch gives their derivative (`ReluBackward0` is a `Relu`).
+
+Spellings do not exist here: `x @ w`, `torch.mm`, `einsum` and `nn.Linear` all end in a handful of kinds. A kind that
+stands in no list has no rule, and relevance that passes it is announced.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
+
+from fasterisnet.lrp.small_maps import SmallConvolution
+
+Node = Any
+Edge = tuple[Node, int]
+
+# Every number of the result is the one at the same place of the operand.
+SAME = frozenset("Clone ToCopy Alias Identity Contiguous Detach LiftFresh FakeQuantizePerTensorAffineCachemask".split())
+
+# The numbers of one operand in another order or shape, none lost, none repeated.
+PERMUTING = SAME | frozenset(
+    """
+    View UnsafeView ReshapeAlias Permute Transpose T Squeeze Unsqueeze ViewCopy PixelShuffle PixelUnshuffle
+    ChannelShuffle NativeChannelShuffle Flip Roll Swapaxes Movedim Unflatten ViewAs
+    """.split()
+)
+
+# Every number of the result is one of the operands', or a constant, whatever their values.
+MOVING = PERMUTING | frozenset(
+    """
+    Expand Slice Select Split SplitWithSizes Unbind Cat Stack Repeat Index IndexSelect Gather Take Diagonal AsStrided
+    ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
+    Unfold Im2Col Tril Triu Where MaskedFill MaskedSelect MaskedScatter IndexPut IndexPutImpl IndexCopy IndexFill
+    Scatter Copy Zero Fill SliceScatter SelectScatter DiagonalScatter DiagEmbed NanToNum UnsafeSplit
+    UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex
+    MaxUnpool2D MaxUnpool3D Put
+    """.split()
+)
+
+# The same where values decide which number it is: the winner takes all.
+WINNING = frozenset(
+    """
+    MaxPool1D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool1D AdaptiveMaxPool2D AdaptiveMaxPool3D
+    FractionalMaxPool2D FractionalMaxPool3D Max Min Amax Amin Fmax Fmin Sort Topk Kthvalue Mode Median
+    NanMedian Cummax Cummin MaxPool2D
+    """.split()
+)
+
+# Sums of the operands' numbers with weights that are never negative.
+POOLING = frozenset(
+    """
+    Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
+    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D
+    UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D UpsampleBilinear2DAa Cumsum IndexAdd ScatterAdd Nansum
+    Col2Im GridSampler2D GridSampler3D Lerp
+    """.split()
+)
+
+# Linear, with weights of any sign: z+ has no positive part to take.
+SIGNED = frozenset(
+    """
+    UpsampleBicubic2D UpsampleBicubic2DAa UpsampleLanczos2DAa FftR2C FftC2R FftC2C Imag Conj ConjPhysical NegView
+    ResolveConj ResolveNeg Trace
+    """.split()
+)
+
+SUMS = frozenset({"Add", "Sub", "Rsub"})
+PRODUCTS = frozenset({"Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Neg", "NativeDropout", "Glu"})
+LINEAR = frozenset({"Convolution", "Addmm", "Mm", "Bmm", "Mv", "Baddbmm", "SmallConvolution"})
+BILINEAR = frozenset({"Addbmm", "Addmv", "Addr", "Dot", "Vdot", "LinalgVecdot", "Trilinear", "Cross", "LinalgCross"})
+BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "BatchNormWithUpdate"})
+NORMS = BATCH_NORMS | {"NativeLayerNorm", "NativeGroupNorm"}
+SOFTMAXES = frozenset({"Softmax", "SafeSoftmax", "LogSoftmax"})
+ATTENTION = frozenset(
+    """
+    ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
+    ScaledDotProductCudnnAttention ScaledDotProductFusedAttentionOverrideable
+    """.split()
+)
+ACTIVATIONS = frozenset(
+    """
+    Relu Gelu Silu Mish Hardswish LeakyRelu Elu Celu PreluKernel RreluWithNoise Tanh Sigmoid Hardsigmoid Hardtanh
+    Softplus LogSigmoid Hardshrink Softshrink Threshold Clamp ClampMin ClampMax Maximum Minimum
+    """.split()
+)
+
+_GROUPS = {
+    "linear": LINEAR, "norm": NORMS, "activation": ACTIVATIONS, "sum": SUMS, "product": PRODUCTS, "pool": POOLING,
+    "signed": SIGNED, "softmax": SOFTMAXES, "attention": ATTENTION, "move": MOVING | WINNING, "bilinear": BILINEAR,
+    "slices": frozenset({"CopySlices"}),
+}  # fmt: skip
+GROUPS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds}
+
+# Python Functions whose formulas are known. Any other one is a stranger, whatever its name.
+_FUNCTIONS = {SmallConvolution: "SmallConvolution", BackwardHookFunction: "Identity"}
+
+
+def kind(node: Node) -> str:
+    """What a node computes; Python Functions of others get a name that no list holds."""
+    if isinstance(node, BackwardCFunction):
+        function = getattr(node, "_forward_cls", None)
+        return _FUNCTIONS.get(function, f"Function {getattr(function, '__name__', '?')}")  # type: ignore[arg-type]
+    return _bare(node.name())
+
+
+@cache
+def _bare(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name.removeprefix("torch::autograd::"))
+
+
+@cache
+def spoken(name: str) -> str:
+    """`AdaptiveAvgPool2D` -> `adaptive_avg_pool2d`."""
+    if name.startswith("Function "):
+        return name.removeprefix("Function ")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("2_d", "2d").replace("3_d", "3d")
+
+
+def edges(node: Node) -> tuple[Edge, ...]:
+    """Where a node's derivatives go."""
+    return node.next_functions
+
+
+def shape(edge: Edge) -> tuple[int, ...]:
+    """The shape of the tensor an edge stands for."""
+    return tuple(edge[0]._input_metadata[edge[1]].shape)
+
+
+def source(edge: Edge, through: frozenset[str] = SAME) -> Edge:
+    """The edge behind nodes of these kinds, which have one operand."""
+    while edge[0] is not None and kind(edge[0]) in through:
+        edge = edges(edge[0])[edge[1] if isinstance(edge[0], BackwardCFunction) else 0]
+    return edge

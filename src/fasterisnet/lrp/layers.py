@@ -1,0 +1,315 @@
+"""Layers as the rules see them, read from autograd's nodes: `y = W x + b`, and norms as `y = scale*x + shift`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fasterisnet.errors import RuleError
+from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings
+from fasterisnet.lrp.kinds import BATCH_NORMS, PERMUTING, SAME, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.record import note
+from fasterisnet.lrp.small_maps import convolve, transposed
+
+Active = Callable[[Node], list[bool]]
+
+
+def operand(node: Node, position: int, saved: str = "") -> Any:
+    """An operand's value: what autograd saved, the parameter it is, or what was noted in the forward pass."""
+    value = getattr(node, f"_saved_{saved}", None) if saved else None
+    if value is not None:
+        return value
+    below = edges(node)[position][0] if position < len(edges(node)) else None
+    if hasattr(below, "variable"):
+        return below.variable  # type: ignore[union-attr]
+    found = note(node)
+    if found is None or position >= len(found.operands):
+        raise RuleError(
+            f"This rule reads the operands of '{spoken(kind(node))}', which autograd did not keep. Use "
+            "fasterisnet.explain, or run the forward pass inside `with fasterisnet.recording():`."
+        )
+    return found.operands[position]
+
+
+def along_channels(vector: Tensor, like: Tensor) -> Tensor:
+    """One number a channel, shaped to be multiplied with `like`."""
+    return vector.view(-1, *[1] * (like.ndim - 2))
+
+
+class Layer:
+    """`y = W x + b` as a matrix product, `x @ W` or `W @ x`; `x_at` is x's place among the node's operands."""
+
+    # For each kind `b + u @ v`: the places of u and v, and autograd's names for them.
+    PRODUCTS = {
+        "Addmm": (1, 2, "mat1", "mat2"), "Baddbmm": (1, 2, "batch1", "batch2"), "Mm": (0, 1, "self", "mat2"),
+        "Bmm": (0, 1, "self", "mat2"), "Mv": (0, 1, "self", "vec"),
+    }  # fmt: skip
+    side = -1  # the dimension of x that W sums over
+
+    def __init__(self, node: Node, x_at: int) -> None:
+        self.node, self.x_at = node, x_at
+        self.edge: Edge = edges(node)[x_at]
+        self._read()
+
+    def _read(self) -> None:
+        u, v, *names = self.PRODUCTS[kind(self.node)]
+        self.on_the_left = self.x_at == u
+        mine, other = (names, (u, v)) if self.on_the_left else (names[::-1], (v, u))
+        self.name = mine[0]
+        alpha = getattr(self.node, "_saved_alpha", 1)
+        weight = operand(self.node, other[1], mine[1])
+        self.weight: Tensor = weight if alpha == 1 else weight * alpha
+        self.has_bias = u == 1 and self.node._saved_beta != 0
+        self.can_pair = self.on_the_left and self.weight.ndim > 1
+        self.per_channel = self.on_the_left and self.weight.ndim == 2
+
+    @property
+    def x(self) -> Tensor:
+        return operand(self.node, self.x_at, self.name)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return operand(self.node, 0) * self.node._saved_beta if self.has_bias else None
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.to(x.dtype) if self.on_the_left else weight.to(x.dtype) @ x
+
+    def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.to(G.dtype)
+        if weight.ndim == 1:
+            return G.unsqueeze(-1) * weight
+        return G @ weight.mT if self.on_the_left else weight.mT @ G
+
+    def scaled(self, scale: Tensor) -> Tensor:
+        """W with every output channel multiplied by its number."""
+        return self.weight * scale
+
+    def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
+        """W1 and W2 as one matrix for x1 and x2 put side by side."""
+        return torch.cat(weights, -2)
+
+
+class Convolution(Layer):
+    """Convolution or transposed convolution of any dimension."""
+
+    side = 1
+
+    def _read(self) -> None:
+        node = self.node
+        self.settings = ConvolutionSettings(
+            node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed,
+            node._saved_output_padding, node._saved_groups,
+        )  # fmt: skip
+        self.name = "input"
+        self.weight = node._saved_weight
+        self.has_bias = tuple(node._saved_bias_sym_sizes_opt) != (0,)
+        self.can_pair = self.settings.groups == 1 and not self.settings.transposed
+        self.per_channel = True
+
+    @property
+    def bias(self) -> Tensor | None:
+        return along_channels(operand(self.node, 2), self.weight) if self.has_bias else None
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.aten.convolution(x, weight.to(x.dtype), None, *self.settings)
+
+    def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
+        weight, x = weight.to(G.dtype), self.x.detach().to(G.dtype)
+        if not self.settings.transposed and x.shape[1] != weight.shape[1] * self.settings.groups:
+            x = torch.cat((x, x), 1)
+        return ConvolutionInputGradient.apply(G, weight, x, self.settings)
+
+    def scaled(self, scale: Tensor) -> Tensor:
+        if not self.settings.transposed:
+            return self.weight * scale.view(-1, *[1] * (self.weight.ndim - 1))
+        grouped = self.weight.unflatten(0, (self.settings.groups, -1))
+        return (grouped * scale.view(len(grouped), 1, -1, *[1] * (self.weight.ndim - 2))).flatten(0, 1)
+
+    def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(weights, 1)
+
+
+class Small(Layer):
+    """A convolution of a map smaller than its kernel; see `small_maps`."""
+
+    side = 1
+
+    def _read(self) -> None:
+        self.weight, bias = self.node.saved_tensors[1:]
+        self.has_bias = bias is not None
+        self.can_pair = self.per_channel = True
+
+    @property
+    def x(self) -> Tensor:
+        return self.node.saved_tensors[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return along_channels(self.node.saved_tensors[2], self.x) if self.has_bias else None
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve(x, weight.to(x.dtype), None, self.node.geometry)
+
+    def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
+        return transposed(G, weight.to(G.dtype), self.node.geometry)
+
+    def scaled(self, scale: Tensor) -> Tensor:
+        return self.weight * scale.view(-1, 1, 1, 1)
+
+    def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(weights, 2)
+
+
+CLASSES = {"Convolution": Convolution, "SmallConvolution": Small, **dict.fromkeys(Layer.PRODUCTS, Layer)}
+
+
+def factors(node: Node) -> tuple[int, int]:
+    """The places of the two factors of a linear node."""
+    return Layer.PRODUCTS[kind(node)][:2] if kind(node) in Layer.PRODUCTS else (0, 1)
+
+
+def layer(node: Node, active: Active) -> Layer | None:
+    """The node as a layer, if its input depends on the images and its weight and bias do not."""
+    on = [i for i, a in enumerate(active(node)) if a]
+    first, second = factors(node)
+    matrices = (first, second) if kind(node) in Layer.PRODUCTS else (first,)
+    return CLASSES[kind(node)](node, on[0]) if len(on) == 1 and on[0] in matrices else None
+
+
+@dataclass
+class Unit:
+    """A layer, a separate bias and the batch norm behind it as one, `y = weight x + bias`.
+
+    path: rearrangements between the layer and where its relevance arrives.
+    """
+
+    layer: Layer
+    weight: Tensor
+    bias: Tensor | None
+    path: list[Node] = field(default_factory=list)
+
+    def output(self) -> Tensor:
+        y = self.layer.forward(self.layer.x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def behind(self, norm: Norm) -> Unit | None:
+        """This unit with a batch norm behind it."""
+        if norm.centred is not None or not self.layer.per_channel or self.path:
+            return None
+        bias = norm.shift() if self.bias is None else norm.shift() + self.bias.detach() * norm.full_scale
+        return Unit(self.layer, self.layer.scaled(norm.scale), bias)
+
+
+def unit(edge: Edge, active: Active) -> Unit | None:
+    """The layer whose output an edge is, no-ops aside; None if it is something else's."""
+    node = source(edge)[0]
+    if node is None or not any(active(node)):
+        return None
+    if kind(node) in CLASSES:
+        found = layer(node, active)
+        return None if found is None else Unit(found, found.weight, found.bias)
+    return biased(node, active) if kind(node) in ("Add", "Sub") else None
+
+
+def biased(node: Node, active: Active) -> Unit | None:
+    """`W x` to which, rearranged or not, a constant is added: a layer with a bias."""
+    if sum(active(node)) != 1 or (kind(node) == "Sub" and active(node)[-1] and len(edges(node)) > 1):
+        return None
+    at = active(node).index(True)
+    edge, path = edges(node)[at], []
+    if shape(edge) != shape((node, 0)):
+        return None
+    while edge[0] is not None and kind(edge[0]) in PERMUTING:
+        path += [edge[0]] if kind(edge[0]) not in SAME else []
+        edge = edges(edge[0])[0]
+    found = layer(edge[0], active) if edge[0] is not None and kind(edge[0]) in CLASSES else None
+    if found is None or found.has_bias:
+        return None
+    constant = operand(node, 1 - at) * getattr(node, "_saved_alpha", 1) * (-1 if kind(node) == "Sub" else 1)
+    bias = torch.as_tensor(constant, dtype=found.weight.dtype, device=found.weight.device)
+    if path:
+        bias = through(path, bias.expand(shape((node, 0))).contiguous())
+    return Unit(found, found.weight, bias, path)
+
+
+def through(path: list[Node], t: Tensor) -> Tensor:
+    """What rearranging nodes make of something that arrives at the first of them."""
+    for node in path:
+        t = node(t)
+    return t
+
+
+@dataclass
+class Norm:
+    """`y = scale * x + shift`; `centred` subtracts means as part of the operation. Batch norm: one number a channel."""
+
+    x: Tensor
+    scale: Tensor
+    shift: Callable[[], Tensor]
+    output: Callable[[], Tensor]
+    centred: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def full_scale(self) -> Tensor:
+        return along_channels(self.scale, self.x) if self.centred is None else self.scale
+
+
+def norm(node: Node) -> Norm:
+    """The norm a node is."""
+    x, weight = node._saved_input, node._saved_weight
+    if kind(node) == "NativeLayerNorm":
+        dims = len(node._saved_normalized_shape)
+        return _centred(node, x, (*x.shape[: x.ndim - dims], -1), weight, lambda: operand(node, 2, "bias"))
+    if kind(node) == "NativeGroupNorm" or _is_instance_norm(node):
+        groups = getattr(node, "_saved_group", x.shape[1])
+        gamma = None if weight is None else along_channels(weight, x)
+        return _centred(node, x, (len(x), groups, -1), gamma, lambda: _fitted(operand(node, 2), x))
+    training, eps = node._saved_training, node._saved_eps
+    mean, var = (None, None) if training else (node._saved_running_mean, node._saved_running_var)
+    inverse = node._saved_result2.detach() if var is None else torch.rsqrt(var + eps)
+    scale = inverse.to(x.dtype) if weight is None else weight * inverse
+
+    def shift() -> Tensor:
+        beta, centre = operand(node, 2), node._saved_result1 if mean is None else mean
+        return along_channels(((0 if beta is None else beta) - centre * scale).detach(), x)
+
+    return Norm(x, scale, shift, lambda: F.batch_norm(x, mean, var, weight, operand(node, 2), training, 0.0, eps))
+
+
+def _is_instance_norm(node: Node) -> bool:
+    """torch spells instance norm as the batch norm of one sample that has all channels of all samples."""
+    below = edges(node)[0][0]
+    if kind(node) not in BATCH_NORMS or not node._saved_training or kind(below) != "View":
+        return False
+    inner, outer = node._saved_input.shape, shape(edges(below)[0])
+    return inner[0] == 1 and outer[0] * outer[1] == inner[1]
+
+
+def _fitted(vector: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if vector is None else along_channels(vector, x)
+
+
+def _centred(node: Node, x: Tensor, grouping: tuple[int, ...], gamma: Tensor | None, beta: Callable[[], Any]) -> Norm:
+    """The normaliser is constant for the relevance that passes, yet part of the graph: gradients stay exact."""
+
+    def mean_of(t: Tensor) -> Tensor:
+        grouped = t.reshape(grouping)
+        return grouped.mean(-1, keepdim=True).expand_as(grouped).reshape(x.shape)
+
+    mean = mean_of(x)
+    variance = mean_of((x - mean).square())
+    saved = node._saved_result2.detach().reshape(-1).to(x.dtype)
+    spread = saved.view(-1, 1).expand(-1, x.numel() // saved.numel()).reshape(x.shape)
+    inverse = torch.rsqrt(variance + (spread**-2 - variance.detach()))  # the norm's own epsilon, found from its result
+    scale = inverse if gamma is None else inverse * gamma
+
+    def shift() -> Tensor:
+        added = beta()
+        return -mean * scale if added is None else added.detach() - mean * scale
+
+    return Norm(x, scale, shift, lambda: x * scale + shift(), lambda t: t - mean_of(t))
