@@ -168,7 +168,7 @@ def programs(draw: st.DrawFn, smooth: bool = False) -> Program:
             concat(name)
         elif kind == "pool":
             pool(name)
-        elif kind == "offset":
+        elif kind == "offset" and not isinstance(draft.steps[name - 1][0], Lin):  # there it would be the layer's bias
             draft.add(Offset(torch.zeros(draft.channels[name], 1, 1)), name, keeps=False)
         elif kind == "act":
             act(name)

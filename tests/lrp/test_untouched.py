@@ -238,7 +238,7 @@ class Unruled(Failing):
     """Has an operation without a rule in its middle."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.cumsum(self.bn1(self.conv1(x)), 1)
+        x = torch.sin(self.bn1(self.conv1(x)))
         return self.fc(self.dropout(self.pool(self.bn2(self.conv2(x)).relu_())).flatten(1))
 
 

@@ -84,18 +84,16 @@ def check(
     check_inputs(model, images)
     table = rules.table(rule, epsilon)
     wanted = resolve(target)
-    twin = copy.deepcopy(model).eval()
-    with observing(model), warnings.catch_warnings():
+    with torch.inference_mode(False), torch.enable_grad(), observing(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuleWarning)
+        images = images.clone() if images.is_inference() else images
         trace = Trace(model, images, [table], box=box)
         with trace.open():
             scores = wanted(trace.logits).detach()
             maps = relevance_maps(trace, table, wanted, create_graph=False)["input"]
-        few = images[: 1 if sum(p.numel() for p in model.parameters()) > LARGE else 2].detach()
-        try:
-            error, tolerance = _second_order_error(twin.double(), few.double(), wanted, table, box)
-        except RuntimeError:  # some models insist on float32 somewhere inside
-            error, tolerance = _second_order_error(twin.to(images.dtype), few, wanted, table, box)
+        few = 1 if sum(p.numel() for p in model.parameters()) > LARGE else 2
+        wanted = resolve(target[:few] if isinstance(target, Tensor | list | tuple) and _length(target) else target)
+        error, tolerance = _second_order(model, images[:few].detach(), wanted, table, box)
     maps = maps.reshape(scores.numel(), -1)
     reached = trace.log.warned
     verdict = Verdict(
@@ -133,20 +131,40 @@ def _problems(verdict: Verdict, maps: Tensor) -> list[str]:
     return found
 
 
+def _length(target: Any) -> int:
+    return 0 if isinstance(target, Tensor) and target.ndim == 0 else len(target)
+
+
+def _second_order(
+    model: nn.Module, images: Tensor, target: Target, table: rules.RuleTable, box: tuple[Any, Any] | None
+) -> tuple[float, float]:
+    """In double precision on a copy of the model, where it can be copied and run so; else on the model itself."""
+    try:
+        return _second_order_error(copy.deepcopy(model).eval().double(), images.double(), target, table, box)
+    except (RuntimeError, TypeError, NotImplementedError):  # some insist on float32, some cannot be copied
+        before = [(p, p.detach().clone()) for p in model.parameters()]
+        training = [module for module in model.modules() if module.training]
+        try:
+            return _second_order_error(model.eval(), images, target, table, box)
+        finally:
+            for parameter, value in before:
+                parameter.data.copy_(value)
+            for module in training:
+                module.training = True
+
+
 def _second_order_error(
     model: nn.Module, images: Tensor, target: Target, table: rules.RuleTable, box: tuple[Any, Any] | None
 ) -> tuple[float, float]:
     """A random directional derivative of a random projection of the maps, against central differences.
 
-    Measured for the weights (not biases: constants in z+) of three layers across the network. Changes the model.
+    Measured for the weights (not biases: constants in z+) of three layers across the network, which it changes.
     Returns the relative error and what finite differences can tell here.
     """
-    weights = [p for p in model.parameters() if p.ndim > 1 and p.is_floating_point()]
+    weights = [p for p in model.parameters() if p.ndim > 1 and p.is_floating_point() and p.requires_grad]
     if not weights:
         return 0.0, SECOND_ORDER_TOLERANCE
     weights = [weights[i] for i in sorted({0, len(weights) // 2, len(weights) - 1})]
-    for parameter in model.parameters():
-        parameter.requires_grad_(any(parameter is w for w in weights))
     generator = torch.Generator().manual_seed(0)
 
     def random_like(t: Tensor) -> Tensor:

@@ -104,8 +104,9 @@ def check_inputs(model: Any, images: Any) -> None:
 @contextmanager
 def observing(model: nn.Module) -> Iterator[None]:
     """Leaves buffers (running statistics) and random states as they were, whatever the forward pass does to them."""
-    owners = [(module, dict(module._buffers)) for module in model.modules() if getattr(module, "_buffers", None)]
-    saved = [(buffer, buffer.clone()) for _, buffers in owners for buffer in buffers.values() if buffer is not None]
+    plain = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    owners = [(module, dict(module._buffers)) for module in plain]
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(_devices(model)):
         try:
             yield

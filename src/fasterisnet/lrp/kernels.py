@@ -14,6 +14,11 @@ from torch.autograd.function import once_differentiable
 CHUNK = 1 << 18
 
 
+def wide(t: Tensor) -> Tensor:
+    """Half precision is too narrow for quotients."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 class ConvolutionSettings(NamedTuple):
     """The arguments of `aten::convolution` behind input, weight and bias."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from fasterisnet.lrp.small_maps import SmallConvolution
+from fasterisnet.lrp.small_maps import SmallConvolution, Unrolled
 
 Node = Any
 Edge = tuple[Node, int]
@@ -36,7 +36,7 @@ MOVING = PERMUTING | frozenset(
     ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     Unfold Im2Col Tril Triu Where MaskedFill MaskedSelect MaskedScatter IndexPut IndexPutImpl IndexCopy IndexFill
     Scatter Copy Zero Fill SliceScatter SelectScatter DiagonalScatter DiagEmbed NanToNum UnsafeSplit
-    UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex
+    UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex Rot90 BlockDiag Unrolled
     MaxUnpool2D MaxUnpool3D Put
     """.split()
 )
@@ -45,7 +45,7 @@ MOVING = PERMUTING | frozenset(
 WINNING = frozenset(
     """
     MaxPool1D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool1D AdaptiveMaxPool2D AdaptiveMaxPool3D
-    FractionalMaxPool2D FractionalMaxPool3D Max Min Amax Amin Fmax Fmin Sort Topk Kthvalue Mode Median
+    FractionalMaxPool2D FractionalMaxPool3D Max Min Amax Amin Aminmax Sort Topk Kthvalue Mode Median
     NanMedian Cummax Cummin MaxPool2D
     """.split()
 )
@@ -70,9 +70,9 @@ SIGNED = frozenset(
 
 SUMS = frozenset({"Add", "Sub", "Rsub"})
 PRODUCTS = frozenset({"Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Neg", "NativeDropout", "Glu"})
-LINEAR = frozenset({"Convolution", "Addmm", "Mm", "Bmm", "Mv", "Baddbmm", "SmallConvolution"})
-BILINEAR = frozenset({"Addbmm", "Addmv", "Addr", "Dot", "Vdot", "LinalgVecdot", "Trilinear", "Cross", "LinalgCross"})
-BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "BatchNormWithUpdate"})
+LINEAR = frozenset({"Convolution", "Addmm", "Mm", "Bmm", "Mv", "Addmv", "Baddbmm", "SmallConvolution"})
+BILINEAR = frozenset({"Addbmm", "Addr", "Dot", "Vdot", "LinalgVecdot", "Trilinear", "Cross", "LinalgCross"})
+BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
 NORMS = BATCH_NORMS | {"NativeLayerNorm", "NativeGroupNorm"}
 SOFTMAXES = frozenset({"Softmax", "SafeSoftmax", "LogSoftmax"})
 ATTENTION = frozenset(
@@ -84,7 +84,7 @@ ATTENTION = frozenset(
 ACTIVATIONS = frozenset(
     """
     Relu Gelu Silu Mish Hardswish LeakyRelu Elu Celu PreluKernel RreluWithNoise Tanh Sigmoid Hardsigmoid Hardtanh
-    Softplus LogSigmoid Hardshrink Softshrink Threshold Clamp ClampMin ClampMax Maximum Minimum
+    Softplus LogSigmoid Hardshrink Softshrink Threshold Clamp ClampMin ClampMax Maximum Minimum Fmax Fmin
     """.split()
 )
 
@@ -96,7 +96,7 @@ _GROUPS = {
 GROUPS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds}
 
 # Python Functions whose formulas are known. Any other one is a stranger, whatever its name.
-_FUNCTIONS = {SmallConvolution: "SmallConvolution", BackwardHookFunction: "Identity"}
+_FUNCTIONS = {SmallConvolution: "SmallConvolution", Unrolled: "Unrolled", BackwardHookFunction: "Identity"}
 
 
 def kind(node: Node) -> str:
@@ -109,7 +109,7 @@ def kind(node: Node) -> str:
 
 @cache
 def _bare(name: str) -> str:
-    return re.sub(r"Backward\d*$", "", name.removeprefix("torch::autograd::"))
+    return re.sub(r"Backwards?\d*$", "", name.removeprefix("torch::autograd::"))
 
 
 @cache
@@ -127,11 +127,22 @@ def edges(node: Node) -> tuple[Edge, ...]:
 
 def shape(edge: Edge) -> tuple[int, ...]:
     """The shape of the tensor an edge stands for."""
-    return tuple(edge[0]._input_metadata[edge[1]].shape)
+    return tuple(edge[0]._input_metadata[edge[1]].shape) if edge[0] is not None else ()
 
 
 def source(edge: Edge, through: frozenset[str] = SAME) -> Edge:
     """The edge behind nodes of these kinds, which have one operand."""
-    while edge[0] is not None and kind(edge[0]) in through:
-        edge = edges(edge[0])[edge[1] if isinstance(edge[0], BackwardCFunction) else 0]
-    return edge
+    return descend(edge, through)[1]
+
+
+def descend(edge: Edge, through: frozenset[str] = PERMUTING) -> tuple[list[Node], Edge]:
+    """The nodes of these kinds behind an edge, those aside that change nothing, and the edge behind them."""
+    path: list[Node] = []
+    while edge[0] is not None:
+        node, what = edge[0], kind(edge[0])
+        whole = what in ("Slice", "Expand") and shape(edges(node)[0]) == shape((node, 0))
+        if not (whole or what in through):
+            break
+        path += [] if whole or what in SAME else [node]
+        edge = edges(node)[edge[1] if what == "Identity" else 0]
+    return path, edge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fasterisnet.errors import RuleError
-from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings
-from fasterisnet.lrp.kinds import BATCH_NORMS, PERMUTING, SAME, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings, wide
+from fasterisnet.lrp.kinds import BATCH_NORMS, Edge, Node, descend, edges, kind, shape, spoken
 from fasterisnet.lrp.record import note
 from fasterisnet.lrp.small_maps import convolve, transposed
 
@@ -47,9 +47,9 @@ class Layer:
     # For each kind `b + u @ v`: the places of u and v, and autograd's names for them.
     PRODUCTS = {
         "Addmm": (1, 2, "mat1", "mat2"), "Baddbmm": (1, 2, "batch1", "batch2"), "Mm": (0, 1, "self", "mat2"),
-        "Bmm": (0, 1, "self", "mat2"), "Mv": (0, 1, "self", "vec"),
+        "Bmm": (0, 1, "self", "mat2"), "Mv": (0, 1, "self", "vec"), "Addmv": (1, 2, "mat", "vec"),
     }  # fmt: skip
-    side = -1  # the dimension of x that W sums over
+    side = channels = -1  # the dimensions of x that W sums over, and of y that it makes
 
     def __init__(self, node: Node, x_at: int) -> None:
         self.node, self.x_at = node, x_at
@@ -97,7 +97,7 @@ class Layer:
 class Convolution(Layer):
     """Convolution or transposed convolution of any dimension."""
 
-    side = 1
+    side = channels = 1
 
     def _read(self) -> None:
         node = self.node
@@ -137,7 +137,7 @@ class Convolution(Layer):
 class Small(Layer):
     """A convolution of a map smaller than its kernel; see `small_maps`."""
 
-    side = 1
+    side = channels = 1
 
     def _read(self) -> None:
         self.weight, bias = self.node.saved_tensors[1:]
@@ -193,48 +193,57 @@ class Unit:
     bias: Tensor | None
     path: list[Node] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.weight = wide(self.weight)
+
+    @property
+    def x(self) -> Tensor:
+        return wide(self.layer.x)
+
     def output(self) -> Tensor:
-        y = self.layer.forward(self.layer.x, self.weight)
+        y = self.layer.forward(self.x, self.weight)
         return y if self.bias is None else y + self.bias
 
     def behind(self, norm: Norm) -> Unit | None:
         """This unit with a batch norm behind it."""
-        if norm.centred is not None or not self.layer.per_channel or self.path:
+        if norm.centred is not None or not self.layer.per_channel:
             return None
-        bias = norm.shift() if self.bias is None else norm.shift() + self.bias.detach() * norm.full_scale
-        return Unit(self.layer, self.layer.scaled(norm.scale), bias)
+        size = norm.x.shape
+        scale, shift = norm.full_scale, norm.shift()
+        if self.path:
+            scale, shift = (through(self.path, t.expand(size).contiguous()) for t in (scale, shift))
+        each = scale.movedim(self.layer.channels, 0).flatten(1)[:, 0] if self.path else norm.scale
+        if self.path and not torch.equal(along_channels(each, scale).expand_as(scale), scale):
+            return None
+        bias = shift if self.bias is None else shift + self.bias.detach() * scale
+        return Unit(self.layer, self.layer.scaled(each), bias, self.path)
 
 
 def unit(edge: Edge, active: Active) -> Unit | None:
-    """The layer whose output an edge is, no-ops aside; None if it is something else's."""
-    node = source(edge)[0]
+    """The layer whose output an edge is, rearranged at most; None if it is something else's."""
+    path, (node, _) = descend(edge)
     if node is None or not any(active(node)):
         return None
-    if kind(node) in CLASSES:
-        found = layer(node, active)
-        return None if found is None else Unit(found, found.weight, found.bias)
-    return biased(node, active) if kind(node) in ("Add", "Sub") else None
+    found = layer(node, active) if kind(node) in CLASSES else None
+    if found is not None:
+        return Unit(found, found.weight, found.bias, path)
+    behind = biased(node, active) if kind(node) in ("Add", "Sub") else None
+    return None if behind is None else replace(behind, path=[*path, *behind.path])
 
 
 def biased(node: Node, active: Active) -> Unit | None:
     """`W x` to which, rearranged or not, a constant is added: a layer with a bias."""
     if sum(active(node)) != 1 or (kind(node) == "Sub" and active(node)[-1] and len(edges(node)) > 1):
         return None
-    at = active(node).index(True)
-    edge, path = edges(node)[at], []
-    if shape(edge) != shape((node, 0)):
-        return None
-    while edge[0] is not None and kind(edge[0]) in PERMUTING:
-        path += [edge[0]] if kind(edge[0]) not in SAME else []
-        edge = edges(edge[0])[0]
-    found = layer(edge[0], active) if edge[0] is not None and kind(edge[0]) in CLASSES else None
+    at, size = active(node).index(True), shape((node, 0))
+    path, (below, _) = descend(edges(node)[at])
+    plain = below is not None and kind(below) in CLASSES and shape(edges(node)[at]) == size
+    found = layer(below, active) if plain else None
     if found is None or found.has_bias:
         return None
     constant = operand(node, 1 - at) * getattr(node, "_saved_alpha", 1) * (-1 if kind(node) == "Sub" else 1)
     bias = torch.as_tensor(constant, dtype=found.weight.dtype, device=found.weight.device)
-    if path:
-        bias = through(path, bias.expand(shape((node, 0))).contiguous())
-    return Unit(found, found.weight, bias, path)
+    return Unit(found, found.weight, through(path, bias.expand(size).contiguous()) if path else bias, path)
 
 
 def through(path: list[Node], t: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ FUNCTIONS: dict[str, Callable[[Node, Tensor], Tensor]] = {
     "ClampMax": lambda n, x: torch.clamp(x, max=n._saved_max),
 }
 # Element-wise steps of functions of one activation, such as `x * tanh(softplus(x))`.
+OFFSETS = frozenset({"Add", "Sub", "Rsub"})
 UNARY = ACTIVATIONS | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Exp", "Erf", "Reciprocal", "Log1P", "Expm1", "Abs",
                        "Clone", "ToCopy", "Sqrt", "Rsqrt", "Pow", "Log"}  # fmt: skip
 
@@ -69,14 +70,14 @@ def activation(node: Node, active: Active) -> Activation | None:
         edge = edges(node)[0]
         rectifies = _rectifies(node, what)
         y = x.clamp(min=0) if rectifies else FUNCTIONS[what](node, x)
-        return Activation(x, y, edge if rectifies else _without_rectifier(node, edge), rectifies)
+        return Activation(x.expand_as(y), y, edge if rectifies else _without_rectifier(node, edge), rectifies)
     if what == "Relu":
         y = node._saved_result
         return Activation(y, y, edges(node)[0], True)
-    if what in ("Maximum", "Minimum"):
+    if what in BOUNDS:
         return _bounded(node, what, active(node))
     if what in ("Mul", "Div"):
-        return _of_itself(node, what, active(node))
+        return _of_itself(node, what, active)
     return _tanhshrink(node) if what == "Sub" else None
 
 
@@ -93,7 +94,7 @@ def _all_zero(bound: Any) -> bool:
 
 def _without_rectifier(node: Node, edge: Edge) -> Edge:
     """`min(relu(x), 6)` is one activation: the bound behind a ReLU takes the ReLU's place."""
-    upper_only = kind(node) in ("ClampMax", "Minimum") or (kind(node) == "Clamp" and node._saved_min is None)
+    upper_only = kind(node) in ("ClampMax", "Minimum", "Fmin") or (kind(node) == "Clamp" and node._saved_min is None)
     below = source(edge)[0]
     if not upper_only or below is None:
         return edge
@@ -101,15 +102,18 @@ def _without_rectifier(node: Node, edge: Edge) -> Edge:
     return edges(below)[0] if is_relu else edge
 
 
+BOUNDS = {"Maximum": torch.maximum, "Minimum": torch.minimum, "Fmax": torch.fmax, "Fmin": torch.fmin}
+
+
 def _bounded(node: Node, what: str, active: list[bool]) -> Activation | None:
     """`max(x, 0)` is a ReLU, another constant bound another activation. Of two activations the winner takes all."""
     a, b = node._saved_self, node._saved_other
     for at, (x, bound) in enumerate(((a, b), (b, a))):
-        if active[at] and what == "Maximum" and _all_zero(bound):
-            return Activation(x, x.clamp(min=0), edges(node)[at], True)
+        y = BOUNDS[what](x, bound)
+        if active[at] and what in ("Maximum", "Fmax") and _all_zero(bound) and x.shape == y.shape:
+            return Activation(x, y, edges(node)[at], True)
         if active[at] and not active[1 - at]:
-            y = torch.maximum(x, bound) if what == "Maximum" else torch.minimum(x, bound)
-            return Activation(x, y, _without_rectifier(node, edges(node)[at]))
+            return Activation(x.expand_as(y), y, _without_rectifier(node, edges(node)[at]))
     return None
 
 
@@ -122,26 +126,44 @@ def _masked(node: Node, x: Tensor, active: list[bool]) -> Activation | None:
     return Activation(x, x.clamp(min=0), edges(node)[active.index(True)], True) if is_relu else None
 
 
-def _of_itself(node: Node, what: str, active: list[bool]) -> Activation | None:
-    """`x * g(x)` and `x / g(x)`, g element by element: SiLU, hard-swish, Mish, softsign by hand."""
-    if len(active) < 2 or not all(active):
+def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
+    """`x / g(x)` (softsign), and `x * g(x)` with g a squashing function that was shifted: hard-swish, GELU by hand."""
+    if len(active(node)) < 2 or not all(active(node)):
         return None
     for at in (0, 1) if what == "Mul" else (0,):
-        if _is_function_of(edges(node)[1 - at], source(edges(node)[at])):
-            x, other = (node._saved_self, node._saved_other) if at == 0 else (node._saved_other, node._saved_self)
-            return Activation(x, x * other if what == "Mul" else x / other, edges(node)[at])
+        a, other = (node._saved_self, node._saved_other) if at == 0 else (node._saved_other, node._saved_self)
+        x, edge = unscaled(a, edges(node)[at], active)
+        steps = _steps(edges(node)[1 - at], edge)
+        if steps is None or (what == "Mul" and (is_constant(edges(node)[1 - at], active) or not steps & OFFSETS)):
+            continue
+        low, high = _range(edges(node)[1 - at], active) if what == "Mul" else (0.0, 0.0)
+        if low == 0 and high < math.inf:
+            return Activation(x, a * other if what == "Mul" else a / other, edge)
     return None
 
 
-def _is_function_of(edge: Edge, x: Edge, steps: int = 0) -> bool:
-    """Whether an edge is computed from x alone, element by element, in at least one step that is not linear."""
-    node = edge[0]
-    if node is None or steps > 8 or edge == x:
-        return edge == x and steps > 0
-    if kind(node) not in UNARY:
-        return False
-    below = [e for e in edges(node) if e[0] is not None and not hasattr(e[0], "variable")]
-    return len(below) > 0 and all(_is_function_of(e, x, steps + 1) for e in below)
+def unscaled(t: Tensor, edge: Edge, active: Active) -> tuple[Tensor, Edge]:
+    """A tensor before it was multiplied with numbers, and where it comes from."""
+    while (node := source(edge)[0]) is not None and kind(node) in ("Mul", "Div") and sum(active(node)) == 1:
+        at = active(node).index(True)
+        scale, _ = _affine(node, kind(node), at)
+        if math.isnan(scale) or scale == 0:
+            break
+        t, edge = t / scale, edges(node)[at]
+    return t, source(edge)
+
+
+def _steps(edge: Edge, x: Edge, limit: int = 12) -> frozenset[str] | None:
+    """The kinds of step by which an edge is computed from x alone, element by element; None if it is not."""
+    if edge[0] is x[0] and edge[1] == x[1]:
+        return frozenset()
+    if edge[0] is None or limit == 0 or kind(edge[0]) not in UNARY:
+        return None
+    below = [e for e in edges(edge[0]) if e[0] is not None and not hasattr(e[0], "variable")]
+    found = [_steps(e, x, limit - 1) for e in below]
+    if not found or any(f is None for f in found):
+        return None
+    return frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
 
 
 def _tanhshrink(node: Node) -> Activation | None:
@@ -157,6 +179,7 @@ def _tanhshrink(node: Node) -> Activation | None:
 
 SIZES = frozenset({"Rsqrt", "Reciprocal", "LinalgVectorNorm", "Norm", "Std", "Var", "StdMean", "VarMean"})
 OFFSET_FIRST = frozenset({"Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"})
+CONVOLUTIONS = frozenset({"Convolution", "SmallConvolution"})
 
 
 def shares(at: Step) -> list[tuple[int, float]]:
@@ -173,12 +196,11 @@ def shares(at: Step) -> list[tuple[int, float]]:
             return [(0, 0.5)]
         at.warn()
     offset = 1 if at.kind in OFFSET_FIRST else 0
-    factors = [i for i in on if i >= offset]
-    if len(factors) < 2:
-        return [(i, 1.0) for i in on]
-    constant = {i: at.kind == "Mul" and is_constant(at.edge(i), at.walk.active) for i in factors}
-    one_sided = any(constant.values()) and not all(constant.values())
-    return [(i, 1.0 if i < offset or one_sided else 0.5) for i in on if not (one_sided and constant.get(i))]
+    factors = [i for i in on if i >= offset and not (at.kind in CONVOLUTIONS and i == 2)]
+    constant = [i for i in factors if len(factors) > 1 and is_constant(at.edge(i), at.walk.active)]
+    if len(factors) < 2 or 0 < len(constant) < len(factors):
+        return [(i, 1.0) for i in on if i not in constant]
+    return [(i, 0.5 if i in factors else 1.0) for i in on]
 
 
 def is_constant(edge: Edge, active: Active) -> bool:
@@ -186,8 +208,10 @@ def is_constant(edge: Edge, active: Active) -> bool:
     node = _behind_moves(edge, active)
     if node is None:
         return False
+    if kind(node) in ("Cat", "Stack"):
+        return all(is_constant(e, active) for e, on in zip(edges(node), active(node), strict=True) if on)
     low, high = _range(edge, active)
-    clamped = kind(node) in ("Clamp", "Hardtanh") and 0 <= low and high <= 1
+    clamped = kind(node) in ("Clamp", "Hardtanh", "ClampMax", "ClampMin", *BOUNDS) and 0 <= low and high <= 1
     if clamped or (math.isclose(low, 0, abs_tol=1e-6) and math.isclose(high, 1, abs_tol=1e-6)):
         return True
     while kind(node) in ("Mul", "Div", "Add", "Clamp", "ClampMin") and sum(active(node)) == 1:
@@ -225,6 +249,10 @@ def _range(edge: Edge, active: Active) -> tuple[float, float]:
         upper = getattr(node, "_saved_max_val" if what == "Hardtanh" else "_saved_max", None)
         low = max(low, -math.inf if lower is None else _number(lower))
         return low, min(high, math.inf if upper is None else _number(upper))
+    if what in BOUNDS:
+        bound = _number(node._saved_other if at == 0 else node._saved_self)
+        upper = what in ("Minimum", "Fmin")
+        return (low, min(high, bound)) if upper else (max(low, bound), high)
     if what == "Reciprocal" and low >= 0:
         return 1 / high if high < math.inf else 0.0, 1 / low if low > 0 else math.inf
     if what == "Neg":
@@ -240,7 +268,7 @@ def _affine(node: Node, what: str, at: int) -> tuple[float, float]:
     if what in ("Mul", "Div"):
         other = _number(node._saved_other if at == 0 else node._saved_self)
         return (other, 0.0) if what == "Mul" else (1 / other, 0.0) if at == 0 and other else unknown
-    if what in ("Minimum", "Maximum") or what not in ("Add", "Sub", "Rsub"):
+    if what not in OFFSETS:
         return unknown
     found = note(node)
     if found is None or len(found.operands) < 2:

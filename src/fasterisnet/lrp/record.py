@@ -27,7 +27,7 @@ OLD_VALUES = frozenset("tanh sigmoid elu leaky_relu celu rrelu_with_noise".split
 OF_SUMS = frozenset("add sub index_add scatter_add lerp addcmul".split())
 MOVES = frozenset("copy fill zero masked_fill index_put _index_put_impl scatter index_copy index_fill".split())
 
-COMPARISONS = frozenset("gt ge lt le".split())
+COMPARISONS = frozenset("gt ge lt le heaviside".split())
 MASKED = frozenset("mul where masked_fill index_put _index_put_impl".split())
 STILL_A_MASK = frozenset("_to_copy bitwise_not logical_not clone rsub alias detach".split())
 
@@ -46,6 +46,11 @@ class Note:
     result: Tensor | None = None
     replay: Any = None
     view: tuple[Any, ...] = ()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The operands that have a derivative."""
+        return [t for t in self.operands if isinstance(t, Tensor) and t.is_floating_point()]
 
     def places(self, device: torch.device) -> Tensor:
         """The numbers that the view's elements have in its base."""
@@ -114,20 +119,23 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return
         what = kind(node)
-        found = Note(_operands(args), result=None if what in GROUPS else out.detach())
+        found = Note(_operands(args), result=None if GROUPS.get(what, "bilinear") != "bilinear" else out.detach())
         if through_view and what == "CopySlices":
             base = out._base
             assert base is not None
             offset = out.storage_offset() - base.storage_offset()
             found.view = (out.shape, out.stride(), offset, base.shape, base.stride())
-            found.replay = None if name in MOVES else getattr(getattr(torch.ops.aten, name, None), func._overloadname, None)
+            if name not in MOVES:
+                found.replay = getattr(getattr(torch.ops.aten, name, None), func._overloadname, None)
+            elif name in MASKED and self._selected(args) is not None and torch.equal(out, args[0].clamp(min=0)):
+                found.operands, found.replay = [args[0]], torch.ops.aten.relu.default
         elif name in MASKED and self._signs:
             found.selected = self._selected(args)
         if found.view or found.selected is not None or self._wanted(what, args):
             self._keep(node, found)
 
     def _wanted(self, what: str, args: tuple[Any, ...]) -> bool:
-        if what in RESULT_ONLY or (self.values and (what in READ_BY_ZPLUS or what not in GROUPS)):
+        if what in RESULT_ONLY or (self.values and (what in READ_BY_ZPLUS or GROUPS.get(what, "bilinear") == "bilinear")):
             return True
         # A constant that is added costs nothing to remember, and tells what range a gate lives in.
         return what in SUMS and any(not isinstance(a, Tensor) or (a.numel() == 1 and not a.requires_grad) for a in args)
@@ -149,7 +157,7 @@ class Recorder(TorchDispatchMode):
                 origin = (args[0], get_gradient_edge(args[0]))
             if origin is not None:
                 self._signs[id(result)] = (result, origin[1])
-        elif name in COMPARISONS and any(_is_zero(a) for a in args):
+        elif name in COMPARISONS:
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
                     self._signs[id(result)] = (result, get_gradient_edge(t))
@@ -212,9 +220,3 @@ def _operands(args: tuple[Any, ...]) -> list[Any]:
     for arg in args:
         found += [a for a in arg if isinstance(a, Tensor)] if isinstance(arg, list | tuple) else [arg]
     return found
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.requires_grad and value.numel() == 1 and bool(value == 0)
-    return isinstance(value, int | float) and value == 0

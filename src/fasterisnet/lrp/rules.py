@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fasterisnet.errors import InputError, RuleError
-from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient, SumShares
-from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, shape, source
-from fasterisnet.lrp.layers import Unit, biased, layer, norm, operand, through, unit
-from fasterisnet.lrp.recognise import activation, shares
+from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient, SumShares, wide
+from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, descend, edges, kind, shape, source
+from fasterisnet.lrp.layers import CLASSES, Unit, biased, layer, norm, operand, through, unit
+from fasterisnet.lrp.recognise import activation, shares, unscaled
 from fasterisnet.lrp.record import Recorder
 from fasterisnet.lrp.walk import Step, edge_of
 
@@ -60,10 +60,32 @@ class RuleTable:
             return
         group = group if at.activation is None else "activation"
         rule = self.rules.get(group or "")
-        if group is None and self.loud:
+        if group is None and self.loud and not only_the_mean(at):
             at.warn()
+        elif self.loud:
+            announce(at, self.in_R)
         at.treated("no rule" if group is None and self.loud else "ordinary derivative" if rule is None else group or "")
         (rule or Step.pass_on)(at)
+
+
+def only_the_mean(at: Step) -> bool:
+    """Of a mean and a variance computed together, relevance passes the mean alone: that is linear."""
+    return at.kind in ("VarMean", "StdMean") and all(set(by) == {1} for by in at.flow.values())
+
+
+def announce(at: Step, in_R: bool) -> None:
+    """Operations with a rule that are met in a form it does not cover."""
+    if at.note is not None and at.note.selected is not None and at.activation is None:
+        at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
+    elif (at.kind == "Lerp" and at.is_active(2)) or (at.kind.startswith("GridSampler") and at.is_active(1)):
+        at.warn("has weights computed from the images; its ordinary derivative was used.")
+    elif GROUPS.get(at.kind) == "norm" and any(at.active[1:]):
+        at.warn("has a scale or shift computed from the images, which gets no relevance.")
+    elif in_R and not at.is_score:
+        weight = at.saved("weight") if at.kind == "Lerp" else 0
+        signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= 1)
+        if signed or at.kind in ("Addcmul", "Addcdiv") or at.saved("accumulate") or GROUPS.get(at.kind) == "bilinear":
+            at.warn("is a sum of positive and negative parts that z+ cannot tell apart; its derivative was used.")
 
 
 _MAY_BE_ACTIVATIONS = frozenset({"activation", "product", "move", "sum"})
@@ -107,6 +129,9 @@ def activation_epsilon(at: Step) -> None:
 def product_half(at: Step) -> None:
     """`y = a b`: half of the ordinary product to each; all to the signal where the other is a gate or a normaliser."""
     found = shares(at)
+    if at.note is not None and at.note.result is not None:
+        at.pass_on()
+        return
     for form, by in at.flow.items():
         if form == "R":
             for position, share in found:
@@ -164,7 +189,7 @@ def _attention(at: Step) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
 def _ungrouped(t: Tensor, at: Step, position: int) -> Tensor:
     """Heads that share a key and a value: their sum."""
     size = shape(at.edge(position))
-    return t if tuple(t.shape) == size else t.unflatten(-3, (size[-3], -1)).sum(-3)
+    return t if not size or tuple(t.shape) == size else t.unflatten(-3, (size[-3], -1)).sum(-3)
 
 
 def replayed(at: Step) -> None:
@@ -215,12 +240,13 @@ def linear_zplus(at: Step) -> None:
         _product_zplus(at)
     else:
         at.warn("is a product with an offset, all computed from the images; z+ has no rule for that.")
+        at.flow = {"G": {0: at.relevance(lambda: torch.ones(()))}}
         product_half(at)
 
 
 def _zplus(at: Step, unit: Unit, output: Callable[[], Tensor] | None = None) -> None:
     """z+ of a layer that may have a bias and a batch norm behind it: their biases are constants."""
-    x, layer = unit.layer.x, unit.layer
+    x, layer = unit.x, unit.layer
     first, second = (x, None) if bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
     plus, minus = _two_sided(at, unit, first, second, output or unit.output)
     at.share(layer.edge, plus if minus is None else torch.where(x >= 0, plus, minus), x)
@@ -280,7 +306,7 @@ def sum_zplus(at: Step) -> None:
     if layer_with_bias is not None:
         _zplus(at, layer_with_bias)
         return
-    values = [operand(at.node, i) for i in range(2)]
+    values = [_wide(operand(at.node, i)) for i in range(2)]
     alpha = float(at.saved("alpha") or 1)
     signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[at.kind]
     parts = [v if sign == 1 else v * sign for v, sign in zip(values, signs, strict=True)]
@@ -293,6 +319,10 @@ def sum_zplus(at: Step) -> None:
     for position in range(2):
         if at.is_active(position):
             at.share(position, s * (parts[position] > 0) * signs[position], values[position])
+
+
+def _wide(value: Tensor | float) -> Tensor | float:
+    return wide(value) if isinstance(value, Tensor) else value
 
 
 def _is_nothing(value: object) -> bool:
@@ -309,7 +339,8 @@ def pool_zplus(at: Step) -> None:
     if at.is_score:
         at.pass_on()
         return
-    xs = [operand(at.node, i, "self") if on else None for i, on in enumerate(at.active)]
+    known = None if at.note is None else at.note.tensors
+    xs = [wide(known[i] if known else operand(at.node, i, "self")) if on else None for i, on in enumerate(at.active)]
     positive = [None if x is None else x.clamp(min=0) for x in xs]
     s = at.over(at.forward(positive), lambda: at.forward(xs))
     for position, back in enumerate(at.ordinary({0: s})):
@@ -342,7 +373,7 @@ def attention_zplus(at: Step) -> None:
     """Two products, and the softmax between them, in their steps."""
     q, k, v, scale, p = _attention(at)
     R_p, R_v = _positive_products(torch.matmul, p, v, at.relevance(lambda: p @ v), at)
-    R_q, R_k = _positive_products(torch.matmul, q * scale, k.mT, R_p, at)
+    R_q, R_k = _positive_products(torch.matmul, q, k.mT, R_p, at)
     at.send_R(0, R_q)
     at.send_R(1, _ungrouped(R_k.mT, at, 1))
     at.send_R(2, _ungrouped(R_v, at, 2))
@@ -351,23 +382,12 @@ def attention_zplus(at: Step) -> None:
 def _product_zplus(at: Step) -> None:
     """Half to each factor, by the positive products: `z = a+ b+ + a- b-`."""
     positions = [i for i, on in enumerate(at.active) if on]
-    made = _LinearIn(at)
-    a, b = made.values
-    for position, R in zip(positions, _positive_products(made.forward, a, b, at.relevance(lambda: made.forward(a, b)), at), strict=True):
-        at.send_R(position, R)
-
-
-class _LinearIn:
-    """A linear node both of whose factors are activations, as a function of the two."""
-
-    def __init__(self, at: Step) -> None:
-        from fasterisnet.lrp.layers import CLASSES
-
-        self.layer = CLASSES[at.kind](at.node, [i for i, on in enumerate(at.active) if on][0])
-        self.values = (self.layer.x, self.layer.weight)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.layer.forward(a, b)
+    found = CLASSES[at.kind](at.node, positions[0])
+    R = at.relevance(lambda: found.forward(found.x, found.weight))
+    # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
+    a, b = (unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True))
+    for position, share in zip(positions, _positive_products(found.forward, a, b, R, at), strict=True):
+        at.send_R(position, share)
 
 
 def _positive_products(
@@ -420,24 +440,29 @@ def first_layer(at: Step) -> bool:
     Computed as: z+ with x - l for the positive and x - h for the negative weights. An activation behind the layer
     passes relevance on unchanged, so y is its output. False if this is no first layer.
     """
-    found, y = at.activation, None
+    found = at.activation
+    if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum"):
+        return False
     edge = (at.node, 0) if found is None else found.edge
-    node = source(edge)[0]
+    path, (node, _) = descend(edge)
     behind = norm(node) if node is not None and kind(node) in BATCH_NORMS and at.walk.active(node)[0] else None
     made = unit(edge if behind is None else edges(node)[0], at.walk.active)
     made = made if made is None or behind is None else made.behind(behind)
     if made is None or not at.walk.first(made.layer.edge):
         return False
-    if found is not None:
-        y = lambda: found.y  # noqa: E731
-    else:
-        y = made.output if behind is None else behind.output
-    inside = [(made.layer.node, 0), *([] if found is None else [found.edge, source(found.edge)])]
+    inside = [(made.layer.node, 0), *([] if found is None else [found.edge, (node, 0)])]
     if at.walk.wants(*[e for e in inside if e[0] is not at.node]):
         raise RuleError(_one_unit(at, made))
-    x = made.layer.x if at.walk.keep_root else made.layer.x.detach()
+    if found is not None:
+        at.flow = {"R": {0: at.relevance(lambda: found.y)}}
+        made.path = made.path if behind is None else [*path, *made.path]
+    elif behind is not None:
+        at.flow = {"R": {0: at.relevance(behind.output)}}
+    else:
+        at.flow = {form: {0: through(made.path, by[0])} for form, by in at.flow.items()}
+        at.flow, made.path = {"R": {0: at.relevance(made.output)}}, []
+    x = made.x if at.walk.keep_root else made.x.detach()
     low, high = at.walk.bounds(made.layer.edge, x)
-    at.flow = {"R": {0: at.relevance(y)}}
     plus, minus = _two_sided(at, made, x - low, x - high, None)
     assert minus is not None
     at.send(made.layer.edge, "B", (x - low) * plus + (x - high) * minus)
@@ -452,7 +477,7 @@ def linear_gamma(gamma: float) -> Rule:
 
     def of(at: Step, unit: Unit) -> None:
         weight = unit.weight + gamma * unit.weight.clamp(min=0)
-        z = unit.layer.forward(unit.layer.x, weight)
+        z = unit.layer.forward(unit.x, weight)
         if unit.bias is not None:
             z = z + unit.bias + gamma * unit.bias.clamp(min=0)
         start, G = at.arrived("start"), at.arrived("G")
@@ -520,7 +545,7 @@ def gradient_table(epsilon: float = 0.0) -> RuleTable:
     def linear(at: Step) -> None:
         (linear_ordinary if layer(at.node, at.walk.active) is not None else Step.pass_on)(at)
 
-    rules: dict[str, Rule] = {"linear": linear, "attention": lambda at: attention_half(at, 1.0)}
+    rules: dict[str, Rule] = {"linear": linear, "attention": lambda at: attention_half(at, 1.0), "slices": replayed}
     return RuleTable("gradient", epsilon, rules, needs_values=False, loud=False)
 
 

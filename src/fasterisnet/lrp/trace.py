@@ -55,6 +55,8 @@ def relevance(
         >>> maps = relevance(logits[range(len(images)), labels], images)
     """
     several = not isinstance(inputs, Tensor)
+    if several and (not isinstance(inputs, list | tuple) or not inputs):
+        raise InputError(f"inputs is {inputs!r:.60}; it has to be a tensor, or a list of them.")
     values = [_plain(t) for t in (inputs if several else [inputs])]
     for name, t in [("score", score), *[("inputs", t) for t in values]]:
         if not isinstance(t, Tensor) or not t.requires_grad:
@@ -67,6 +69,9 @@ def relevance(
     bounds = None if box is None else (*box_of(box, values[0]), values[0].detach())
     walk = Walk(table, ends, log=Log(strict), box=bounds, create_graph=create_graph)
     found = walk.run(edge_of(score), torch.ones_like(score))
+    for end, t in zip(ends, values, strict=True):
+        if end not in found:
+            raise InputError(f"The score does not depend on the input of shape {tuple(t.shape)} in a differentiable way.")
     with torch.set_grad_enabled(create_graph):
         maps = tuple(_map(found.get(end, {}), t) for end, t in zip(ends, values, strict=True))
     return maps if several else maps[0]
@@ -79,7 +84,13 @@ def _plain(t: Any) -> Any:
 def _map(flow: Mapping[str, Tensor], value: Tensor) -> Tensor:
     """`R = x * G`, and what came as relevance."""
     parts = [t if form in ("R", "B") else t * value for form, t in flow.items()]
-    return sum(parts[1:], parts[0]) if parts else torch.zeros_like(value)
+    return sum(parts[1:], parts[0]).to(value.dtype) if parts else torch.zeros_like(value)
+
+
+NO_PATH = (
+    "The model's output does not depend on its input in a differentiable way: is something detached, or run under "
+    "torch.no_grad()?"
+)
 
 
 @dataclass
@@ -138,6 +149,8 @@ class Trace:
     def _run(self) -> Tensor:
         with ExitStack() as stack:
             for module, name in self.names.items():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
                 stack.callback(module.register_forward_pre_hook(self._enter(name)).remove)
                 stack.callback(module.register_forward_hook(self._leave(name)).remove)
             stack.enter_context(torch.enable_grad())
@@ -158,7 +171,7 @@ class Trace:
                 "it has to be (batch, classes)."
             )
         if not logits.requires_grad:
-            raise InputError("The model's output does not depend on its input in a differentiable way (detached?).")
+            raise InputError(NO_PATH)
         missing = [name for name in self.wanted if name not in self.captures]
         if missing:
             raise InputError(f"Layer '{missing[0]}' was not run by the model's forward; name a module that is.")
@@ -211,7 +224,9 @@ class Trace:
             base, ends, log=self.log, place=self.module_name, table_at=at, box=bounds, create_graph=create_graph,
             keep_root=self.root_is_users,
         )  # fmt: skip
-        found = walk.run(edge_of(score), torch.ones_like(score))
+        with torch.enable_grad():  # what makes a score of the logits is no part of the network: its derivative is its rule
+            (G,) = torch.autograd.grad(score.sum(), self.logits, create_graph=create_graph, retain_graph=True)
+        found = walk.run(edge_of(self.logits), G)
         values = [self.root if self.root_is_users else self.root.detach(), *[self.captures[n].value for n in names]]
         with torch.set_grad_enabled(create_graph):
             maps = {

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fasterisnet.errors import InputError, RuleError, RuleWarning
-from fasterisnet.lrp.kernels import Quotient
+from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, MOVING, SAME, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.record import note
 
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 Flow = dict[str, dict[int, Tensor]]
 # What may lie there: every number of the result is affine in one of the images'.
 AFFINE = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg"})
+UNWALKABLE = {
+    "Function CheckpointFunction": "The model uses gradient checkpointing of the reentrant kind, which hides its operations. "
+    "Use checkpoint(..., use_reentrant=False), or switch it off (timm: set_grad_checkpointing(False)).",
+    "Function CompiledFunction": "The forward pass was compiled, which hides its operations: run the model without "
+    "torch.compile, or use fasterisnet.explain.",
+}
 # Groups that make relevance of what comes from the score; others only put the score together.
 LAYERS = frozenset({"linear", "bilinear", "norm", "activation", "sum", "pool", "signed", "attention"})
 
@@ -114,7 +120,7 @@ class Walk:
                 "The score does not depend on the inputs in a differentiable way: were they detached, or replaced by "
                 "a copy, or did they not require a gradient before the forward pass?"
             )
-        self.put(start, form, G)
+        self.put(start, form, wide(G))
         found: dict[Edge, dict[str, Tensor]] = {}
         with torch.set_grad_enabled(self.create_graph), torch.autocast(G.device.type, enabled=False):
             for node in order:
@@ -191,7 +197,8 @@ class Walk:
 
         with torch.enable_grad():
             u = torch.zeros_like(x).requires_grad_()
-            flow = Walk(gradient_table(), [self.root], create_graph=True).run(edge, u)[self.root]["start"]
+            flow = sum(Walk(gradient_table(), [self.root], create_graph=True).run(edge, u)[self.root].values())
+            assert isinstance(flow, Tensor)
             at_low, at_high = (
                 torch.autograd.grad(flow, u, (bound - images).to(flow.dtype), retain_graph=True)[0] + x.detach()
                 for bound in (low, high)
@@ -222,8 +229,11 @@ class Step:
 
     def take(self) -> None:
         """Applies the rule of the table; in front of the first layer zB's relevance goes on as it is."""
-        if self.node not in self.walk.affine:
-            self.table.apply(self, GROUPS.get(self.kind))
+        group = GROUPS.get(self.kind)
+        if self.is_score and group != "linear":
+            self.pass_on()
+        elif self.node not in self.walk.affine:
+            self.table.apply(self, group)
         elif self.kind in AFFINE:
             self.send(self.active.index(True), "B", self.flow["B"][0])
         else:
@@ -252,13 +262,12 @@ class Step:
     def over(self, z: Tensor, y: Callable[[], Tensor] | None, path: Sequence[Node] = ()) -> Tensor:
         """`s = R_y/(z + eps)`. What comes from the score itself starts here, with `R = z * G`."""
         total = None
-        for form, value in (("start", lambda: z), ("R", lambda: None), ("G", y)):
-            t = self.arrived(form)
-            if t is not None and value is not None:
-                for node in path:
-                    t = node(t)
-                s = Quotient.apply(t, value(), z, self.eps, False)
-                total = s if total is None else total + s
+        for form, by in self.flow.items():
+            t = by[0] * y() if form == "G" and y is not None else by[0]
+            for node in path:
+                t = node(t)
+            s = Quotient.apply(t, z if form == "start" else None, z, self.eps, False)
+            total = s if total is None else total + s
         assert total is not None
         return total
 
@@ -284,10 +293,14 @@ class Step:
         metadata = self.node._input_metadata
         if self.kind == "Identity":
             return [by.get(i) for i in range(len(metadata))]
-        if self.kind in SAME and by[0].device == metadata[0].device:
+        if self.kind in SAME and 0 in by and by[0].device == metadata[0].device:
             return [by[0]]
+        if self.kind == "Hardsigmoid":  # torch cannot differentiate its own twice
+            return [by[0] * ((self.saved("self") > -3) & (self.saved("self") < 3)) / 6]
         args = [by[i].to(m.dtype) if i in by else None for i, m in enumerate(metadata)]
         if isinstance(self.node, BackwardCFunction):
+            if self.kind in UNWALKABLE:
+                raise RuleError(UNWALKABLE[self.kind])
             zeros = (torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) for m in metadata)
             result = self.node.apply(*[z if a is None else a for a, z in zip(args, zeros, strict=True)])
         else:
@@ -300,8 +313,8 @@ class Step:
         with torch.enable_grad():
             u = torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device, requires_grad=True)
             pairs = zip(self.ordinary({0: u}), xs, strict=False)
-            total = torch.stack([(t * x).sum() for t, x in pairs if t is not None and x is not None]).sum()
-            return torch.autograd.grad(total, u, create_graph=self.walk.create_graph)[0]
+            sums = [(t * x.to(t.dtype)).sum() for t, x in pairs if t is not None and x is not None]
+            return wide(torch.autograd.grad(torch.stack(sums).sum(), u, create_graph=self.walk.create_graph)[0])
 
     # --- sending on ------------------------------------------------------------------------------------------------
 
@@ -326,12 +339,12 @@ class Step:
     def pass_on(self) -> None:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""
         for form, by in self.flow.items():
-            y = self.note.result if form == "R" and self.note is not None else None
+            y = self.note.result if form == "R" and self.note is not None and set(by) == {0} else None
             arrived = by if y is None else {0: by[0] / torch.where(y < 0, y - self.eps, y + self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
                 if t is not None and self.active[position]:
-                    x = None if y is None or self.note is None else self.note.operands[position]
-                    self.send(position, form, t * x if isinstance(x, Tensor) and x.shape == t.shape else t)
+                    x = self.note.tensors[position] if y is not None and self.note is not None else None
+                    self.send(position, form, t if x is None or x.shape != t.shape else t * x)
 
     def warn(self, why: str = "has no relevance rule: its ordinary derivative was used.") -> None:
         self.walk.log.warn(spoken(self.kind), self.walk.place(self.node), why)

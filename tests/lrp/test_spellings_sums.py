@@ -1,0 +1,160 @@
+"""Sums and pooling in every spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrp.helpers import RULES, SMALL, assert_alike, pictures, twins
+
+WIDTH = 8
+
+# --- sums ----------------------------------------------------------------------------------------------------------
+
+
+def residual(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.relu(m.conv(x))
+        return m.fc(torch.relu(add(m.conv2(x), x)).flatten(1))
+
+    return forward
+
+
+def indexed(a: Tensor, b: Tensor) -> Tensor:
+    return a.index_add(0, torch.arange(len(a)), b)
+
+
+def by_slices(a: Tensor, b: Tensor) -> Tensor:
+    a = a.clone()
+    a[:, :2] += b[:, :2]
+    a[:, 2:] = a[:, 2:] + b[:, 2:]
+    return a
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch.add": torch.add,
+    "add_": lambda a, b: a.add_(b),
+    "b + a": lambda a, b: b + a,
+    "alpha": lambda a, b: torch.add(a, b, alpha=1),
+    "a - (-b)": lambda a, b: a - (-b),
+    "keywords": lambda a, b: torch.add(input=a, other=b),
+    "by channels": lambda a, b: torch.stack([a[:, i] + b[:, i] for i in range(WIDTH)], 1),
+    "by slices": by_slices,
+    "expanded": lambda a, b: a + b.expand_as(a),
+    "aten": lambda a, b: torch.ops.aten.add(a, b),
+    "flat": lambda a, b: (a.flatten(1) + b.flatten(1)).view_as(a),
+}
+STABILISED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "stack.sum": lambda a, b: torch.stack([a, b]).sum(0),
+    "python sum": lambda a, b: sum([a, b], torch.zeros_like(a)),
+    "stack.mean": lambda a, b: torch.stack([a, b]).mean(0) * 2,
+    "index_add": indexed,
+    "alpha 2": lambda a, b: torch.add(a, b / 2, alpha=2),
+    "scatter_add": lambda a, b: a.scatter_add(0, torch.arange(len(a)).view(-1, 1, 1, 1).expand_as(a), b),
+    "cumsum": lambda a, b: torch.stack([a, b]).cumsum(0)[-1],
+    "lerp": lambda a, b: 2 * torch.lerp(a, b, 0.5),
+    "einsum": lambda a, b: torch.einsum("knchw->nchw", torch.stack([a, b])),
+    "index_put": lambda a, b: a.index_put((torch.arange(len(a)),), b, accumulate=True),
+    "matmul": lambda a, b: torch.einsum("k,knchw->nchw", torch.ones(2, dtype=a.dtype), torch.stack([a, b])),
+    "addcmul": lambda a, b: torch.addcmul(a, b, torch.ones_like(b)),
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, torch.ones_like(b)),
+    "rsub": lambda a, b: torch.rsub(-a, b),
+    "baddbmm": lambda a, b: torch.baddbmm(
+        a.flatten(2), torch.eye(WIDTH, dtype=a.dtype).expand(len(a), -1, -1), b.flatten(2)
+    ).view_as(a),
+}
+
+
+def sum_parts() -> dict[str, nn.Module]:
+    return {
+        "conv": nn.Conv2d(3, WIDTH, 3, padding=1),
+        "conv2": nn.Conv2d(WIDTH, WIDTH, 1),
+        "fc": nn.Linear(9 * WIDTH, 3),
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", [*SUMS, *STABILISED_SUMS])
+def test_sums(name: str, rule: str) -> None:
+    nets = twins([residual(torch.add), residual((SUMS | STABILISED_SUMS)[name])], **sum_parts())
+    options: dict[str, Any] = (
+        {"loud": rule == "zplus", **SMALL} if name in STABILISED_SUMS and rule != "epsilon" else {}
+    )
+    assert_alike(*nets, pictures(2, 3, 3, 3), rule=rule, what=name, **options)
+
+
+# --- pooling -------------------------------------------------------------------------------------------------------
+
+AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "avg_pool2d": lambda t: F.avg_pool2d(t, 4).flatten(1),
+    "adaptive": lambda t: F.adaptive_avg_pool2d(t, 1).flatten(1),
+    "module": lambda t: nn.AdaptiveAvgPool2d((1, 1))(t).view(len(t), -1),
+    "sum / n": lambda t: t.sum((2, 3)) / 16,
+    "flat": lambda t: t.flatten(2).mean(-1),
+    "keepdim": lambda t: t.mean([-1, -2], keepdim=True)[..., 0, 0],
+    "einsum": lambda t: torch.einsum("nchw->nc", t) / 16,
+    "avg_pool3d": lambda t: F.avg_pool3d(t[:, :, None], (1, 4, 4)).flatten(1),
+    "avg_pool1d": lambda t: F.avg_pool1d(t.flatten(2), 16)[..., 0],
+    "nanmean": lambda t: t.nanmean((2, 3)),
+    "conv": lambda t: F.conv2d(t, torch.full((WIDTH, 1, 4, 4), 1 / 16, dtype=t.dtype), groups=WIDTH).flatten(1),
+    "matmul": lambda t: t.flatten(2) @ torch.full((16,), 1 / 16, dtype=t.dtype),
+    "area": lambda t: F.interpolate(t, size=1, mode="area").flatten(1),
+    "lp_pool, p=1": lambda t: F.lp_pool2d(t, 1, 4).flatten(1) / 16,
+}
+MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool2d": lambda t: F.max_pool2d(t, 4).flatten(1),
+    "adaptive": lambda t: F.adaptive_max_pool2d(t, 1).flatten(1),
+    "with indices": lambda t: F.max_pool2d(t, 4, return_indices=True)[0].flatten(1),
+    "max": lambda t: t.flatten(2).max(-1).values,
+    "topk": lambda t: t.flatten(2).topk(1).values[..., 0],
+    "sort": lambda t: t.flatten(2).sort(-1, descending=True)[0][..., 0],
+    "max, max": lambda t: t.max(3)[0].max(2)[0],
+    "gather": lambda t: t.flatten(2).gather(2, t.flatten(2).argmax(2, keepdim=True))[..., 0],
+    "max_pool3d": lambda t: F.max_pool3d(t[:, :, None], (1, 4, 4)).flatten(1),
+    "kthvalue": lambda t: t.flatten(2).kthvalue(16).values,
+    "max_pool1d": lambda t: F.max_pool1d(t.flatten(2), 16)[..., 0],
+    "minimum of the negative": lambda t: -(-t).amin((2, 3)),
+    "cummax": lambda t: t.flatten(2).cummax(-1).values[..., -1],
+    "windows": lambda t: t.unfold(2, 4, 1).unfold(3, 4, 1).amax((-1, -2)).flatten(1),
+}
+
+
+def pooled(pool: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: m.fc(torch.relu(m.hidden(pool(torch.relu(m.conv(x))))))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", AVERAGES)
+def test_average_pooling(name: str, rule: str) -> None:
+    """z+ and gamma of a layer whose weights are constants: equal to the mean's but for the stabiliser, or loud."""
+    nets = twins(
+        [pooled(lambda t: t.mean((2, 3))), pooled(AVERAGES[name])],
+        conv=nn.Conv2d(3, WIDTH, 3, padding=1),
+        hidden=nn.Linear(WIDTH, 8),
+        fc=nn.Linear(8, 3),
+    )
+    assert_alike(
+        *nets,
+        pictures(2, 3, 4, 4),
+        rule=rule,
+        what=name,
+        loud=name in ("nanmean", "lp_pool, p=1"),
+        **(SMALL if rule != "epsilon" else {}),
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MAXIMA)
+def test_maximum_pooling(name: str, rule: str) -> None:
+    nets = twins(
+        [pooled(lambda t: t.amax((2, 3))), pooled(MAXIMA[name])],
+        conv=nn.Conv2d(3, WIDTH, 3, padding=1),
+        hidden=nn.Linear(WIDTH, 8),
+        fc=nn.Linear(8, 3),
+    )
+    assert_alike(*nets, pictures(2, 3, 4, 4), rule=rule, what=name)
