@@ -6,6 +6,7 @@ stands in no list has no rule, and relevance that passes it is announced.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 from typing import Any
@@ -140,9 +141,14 @@ def descend(edge: Edge, through: frozenset[str] = PERMUTING) -> tuple[list[Node]
     path: list[Node] = []
     while edge[0] is not None:
         node, what = edge[0], kind(edge[0])
-        whole = what in ("Slice", "Expand") and shape(edges(node)[0]) == shape((node, 0))
-        if not (whole or what in through):
+        at = edge[1] if what == "Identity" else 0
+        if what == "CopySlices" and len(edges(node)) == 2 and edges(node)[0][0] is None:
+            at = 1  # written into memory that held nothing
+        elif what not in through and what not in ("Slice", "Select", "Expand"):
             break
-        path += [] if whole or what in SAME else [node]
-        edge = edges(node)[edge[1] if what == "Identity" else 0]
+        before, after = shape(edges(node)[at]), shape((node, 0))
+        if what not in through and math.prod(before) != math.prod(after):
+            break
+        path += [] if what in SAME or (before == after and what not in PERMUTING) else [node]
+        edge = edges(node)[at]
     return path, edge

@@ -107,7 +107,7 @@ class Convolution(Layer):
         )  # fmt: skip
         self.name = "input"
         self.weight = node._saved_weight
-        self.has_bias = tuple(node._saved_bias_sym_sizes_opt) != (0,)
+        self.has_bias = tuple(node._saved_bias_sym_sizes_opt or (0,)) != (0,)
         self.can_pair = self.settings.groups == 1 and not self.settings.transposed
         self.per_channel = True
 
@@ -249,7 +249,8 @@ def biased(node: Node, active: Active) -> Unit | None:
 def through(path: list[Node], t: Tensor) -> Tensor:
     """What rearranging nodes make of something that arrives at the first of them."""
     for node in path:
-        t = node(t)
+        moved = node(t)
+        t = moved if isinstance(moved, Tensor) else moved[-1]
     return t
 
 
@@ -275,9 +276,14 @@ def norm(node: Node) -> Norm:
         dims = len(node._saved_normalized_shape)
         return _centred(node, x, (*x.shape[: x.ndim - dims], -1), weight, lambda: operand(node, 2, "bias"))
     if kind(node) == "NativeGroupNorm" or _is_instance_norm(node):
-        groups = getattr(node, "_saved_group", x.shape[1])
-        gamma = None if weight is None else along_channels(weight, x)
-        return _centred(node, x, (len(x), groups, -1), gamma, lambda: _fitted(operand(node, 2), x))
+        channels, groups = getattr(node, "_saved_C", x.shape[1]), getattr(node, "_saved_group", x.shape[1])
+        samples = getattr(node, "_saved_N", len(x))
+
+        def fitted(vector: Tensor | None) -> Tensor | None:
+            rows = (samples, channels, x.numel() // (samples * channels))
+            return None if vector is None else vector.view(1, -1, 1).expand(rows).reshape(x.shape)
+
+        return _centred(node, x, (samples, groups, -1), fitted(weight), lambda: fitted(operand(node, 2)))
     training, eps = node._saved_training, node._saved_eps
     mean, var = (None, None) if training else (node._saved_running_mean, node._saved_running_var)
     inverse = node._saved_result2.detach() if var is None else torch.rsqrt(var + eps)
@@ -297,10 +303,6 @@ def _is_instance_norm(node: Node) -> bool:
         return False
     inner, outer = node._saved_input.shape, shape(edges(below)[0])
     return inner[0] == 1 and outer[0] * outer[1] == inner[1]
-
-
-def _fitted(vector: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if vector is None else along_channels(vector, x)
 
 
 def _centred(node: Node, x: Tensor, grouping: tuple[int, ...], gamma: Tensor | None, beta: Callable[[], Any]) -> Norm:

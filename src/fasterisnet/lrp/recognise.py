@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fasterisnet.lrp.kinds import ACTIVATIONS, MOVING, Edge, Node, edges, kind, source
+from fasterisnet.lrp.kinds import ACTIVATIONS, MOVING, Edge, Node, edges, kind, shape, source
 from fasterisnet.lrp.layers import Active, operand
-from fasterisnet.lrp.record import note
+from fasterisnet.lrp.record import Note, note
 
 if TYPE_CHECKING:
     from fasterisnet.lrp.walk import Step
@@ -57,15 +57,17 @@ FUNCTIONS: dict[str, Callable[[Node, Tensor], Tensor]] = {
 # Element-wise steps of functions of one activation, such as `x * tanh(softplus(x))`.
 OFFSETS = frozenset({"Add", "Sub", "Rsub"})
 UNARY = ACTIVATIONS | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Exp", "Erf", "Reciprocal", "Log1P", "Expm1", "Abs",
-                       "Clone", "ToCopy", "Sqrt", "Rsqrt", "Pow", "Log"}  # fmt: skip
+                       "Clone", "ToCopy", "Sqrt", "Rsqrt", "Pow", "Log", "Where", "MaskedFill"}  # fmt: skip
 
 
 def activation(node: Node, active: Active) -> Activation | None:
     """The activation a node is: by its kind, as a mask made of its own signs, or as a product `x * g(x)`."""
     what, found = kind(node), note(node)
+    if what == "CopySlices":
+        return _in_place(node, found)
     if found is not None and found.selected is not None:
-        return _masked(node, found.selected, active(node))
-    if what in FUNCTIONS:
+        return _masked(node, found.selected, active)
+    if what in FUNCTIONS and not (what.startswith("Clamp") and any(active(node)[1:])):
         x = operand(node, 0, "self")
         edge = edges(node)[0]
         rectifies = _rectifies(node, what)
@@ -79,6 +81,16 @@ def activation(node: Node, active: Active) -> Activation | None:
     if what in ("Mul", "Div"):
         return _of_itself(node, what, active)
     return _tanhshrink(node) if what == "Sub" else None
+
+
+def _in_place(node: Node, found: Note | None) -> Activation | None:
+    """A ReLU in place through a view of all of a tensor."""
+    size = shape((node, 0))
+    if found is None or found.replay is not torch.ops.aten.relu.default or found.operands[0].numel() != math.prod(size):
+        return None
+    old, places = found.operands[0].reshape(-1), found.places(found.operands[0].device)
+    x = torch.zeros_like(old).scatter(0, places, old).view(size)
+    return Activation(x, x.clamp(min=0), edges(node)[0], True)
 
 
 def _rectifies(node: Node, what: str) -> bool:
@@ -95,8 +107,12 @@ def _all_zero(bound: Any) -> bool:
 def _without_rectifier(node: Node, edge: Edge) -> Edge:
     """`min(relu(x), 6)` is one activation: the bound behind a ReLU takes the ReLU's place."""
     upper_only = kind(node) in ("ClampMax", "Minimum", "Fmin") or (kind(node) == "Clamp" and node._saved_min is None)
+    return _behind_rectifier(edge) if upper_only else edge
+
+
+def _behind_rectifier(edge: Edge) -> Edge:
     below = source(edge)[0]
-    if not upper_only or below is None:
+    if below is None:
         return edge
     is_relu = kind(below) == "Relu" or (kind(below) in FUNCTIONS and _rectifies(below, kind(below)))
     return edges(below)[0] if is_relu else edge
@@ -117,13 +133,32 @@ def _bounded(node: Node, what: str, active: list[bool]) -> Activation | None:
     return None
 
 
-def _masked(node: Node, x: Tensor, active: list[bool]) -> Activation | None:
-    """`x * (x > 0)`, `where(x > 0, x, 0)`, `x[x < 0] = 0`: ReLUs, if the values say so too."""
+def _masked(node: Node, x: Tensor, active: Active) -> Activation | None:
+    """`x * (x > 0)`, `where(x > 0, x, 0)`, `x[x < 0] = 0`: ReLUs, if the values say so; another `where` another one."""
+    at = next((i for i, on in enumerate(active(node)) if on), 0)
+    edge = edges(node)[at]
     with torch.no_grad():
         kept = node(torch.ones(tuple(node._input_metadata[0].shape), dtype=x.dtype, device=x.device))
-        kept = kept[active.index(True)] if isinstance(kept, tuple) else kept
-        is_relu = kept.shape == x.shape and torch.equal(x * kept, x.clamp(min=0))
-    return Activation(x, x.clamp(min=0), edges(node)[active.index(True)], True) if is_relu else None
+        kept = kept if isinstance(kept, Tensor) else kept[at]
+        alone = kept is not None and kept.shape == x.shape and sum(active(node)) == 1
+        rectifies = alone and torch.equal(x * kept, x.clamp(min=0))
+    if rectifies:
+        return Activation(x, x.clamp(min=0), edge, True)
+    found = note(node)
+    if kind(node) != "Where" or found is None or len(found.operands) != 3:
+        return None
+    mask, *branches = found.operands
+    origin = next((e for e, b in zip(edges(node), branches, strict=True) if b is x), edge)
+    if any(on and _steps(e, origin) is None for e, on in zip(edges(node), active(node), strict=True)):
+        return None
+    y = torch.where(mask, *branches)
+    return Activation(x.expand_as(y), y, _behind_rectifier(origin))
+
+
+def masks_itself(node: Node, found: Note, active: list[bool]) -> bool:
+    """Whether a mask was made of the very activation it is laid over."""
+    on = [e for e, a in zip(edges(node), active, strict=True) if a]
+    return found.selected is not None or any(_steps(e, origin) is not None for e in on for origin in found.masks)
 
 
 def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
@@ -223,7 +258,7 @@ def is_constant(edge: Edge, active: Active) -> bool:
 
 def _behind_moves(edge: Edge, active: Active) -> Node | None:
     node = edge[0]
-    while node is not None and kind(node) in MOVING and sum(active(node)) == 1:
+    while node is not None and (kind(node) in MOVING or "Nearest" in kind(node)) and sum(active(node)) == 1:
         node = edges(node)[active(node).index(True)][0]
     return node
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fasterisnet.lrp.kinds import GROUPS, LINEAR, NORMS, POOLING, SIGNED, SUMS, Node, kind
+from fasterisnet.lrp.kinds import GROUPS, LINEAR, NORMS, POOLING, SIGNED, SUMS, Edge, Node, edges, kind
 
 # Kinds that autograd remembers only the result of, and kinds whose operands z+ and gamma read.
 RESULT_ONLY = frozenset({"Threshold", "Tanh", "Sigmoid", "Elu", "LeakyRelu", "Celu", "RreluWithNoise"})
@@ -36,13 +35,14 @@ STILL_A_MASK = frozenset("_to_copy bitwise_not logical_not clone rsub alias deta
 class Note:
     """Operands of one operation in their order.
 
-    selected: the tensor whose own signs said where it is set to zero. result: of an operation that no rule knows. For
+    selected: the tensor whose own signs said where it is set to zero. masks: where masks came from. result: of an operation that no rule knows. For
     one in place through a view: `replay`, the same out of place (None if it only moves numbers), and `view`, where the
     view lies in its base.
     """
 
     operands: list[Any] = field(default_factory=list)
     selected: Tensor | None = None
+    masks: list[Edge] = field(default_factory=list)
     result: Tensor | None = None
     replay: Any = None
     view: tuple[Any, ...] = ()
@@ -131,7 +131,8 @@ class Recorder(TorchDispatchMode):
                 found.operands, found.replay = [args[0]], torch.ops.aten.relu.default
         elif name in MASKED and self._signs:
             found.selected = self._selected(args)
-        if found.view or found.selected is not None or self._wanted(what, args):
+            found.masks = [self._signs[id(t)][1] for t in found.operands if id(t) in self._signs]
+        if found.view or found.masks or self._wanted(what, args):
             self._keep(node, found)
 
     def _wanted(self, what: str, args: tuple[Any, ...]) -> bool:
@@ -153,14 +154,14 @@ class Recorder(TorchDispatchMode):
         """`x > 0` remembers x, and so does what is made of it."""
         if name in STILL_A_MASK:
             origin = self._signs.get(id(args[0]))
-            if origin is None and name == "detach" and args[0].requires_grad:
-                origin = (args[0], get_gradient_edge(args[0]))
+            if origin is None and name == "detach" and args[0].grad_fn is not None:
+                origin = (args[0], _edge(args[0]))
             if origin is not None:
                 self._signs[id(result)] = (result, origin[1])
         elif name in COMPARISONS:
             for t in args:
-                if isinstance(t, Tensor) and t.requires_grad:
-                    self._signs[id(result)] = (result, get_gradient_edge(t))
+                if isinstance(t, Tensor) and t.grad_fn is not None:
+                    self._signs[id(result)] = (result, _edge(t))
                 elif isinstance(t, Tensor) and id(t) in self._signs:
                     self._signs[id(result)] = (result, self._signs[id(t)][1])
 
@@ -169,9 +170,9 @@ class Recorder(TorchDispatchMode):
         flat = [t for t in _operands(args) if isinstance(t, Tensor)]
         origins = [self._signs[id(t)][1] for t in flat if id(t) in self._signs]
         for t in flat:
-            if t.requires_grad and origins:
-                edge = self._histories[id(t)][1] if id(t) in self._histories else get_gradient_edge(t)
-                if any(o.node is edge.node and o.output_nr == edge.output_nr for o in origins):
+            if t.grad_fn is not None and origins:
+                edge = self._histories[id(t)][1] if id(t) in self._histories else _edge(t)
+                if any(_alike(o, edge) for o in origins):
                     return t
         return None
 
@@ -182,7 +183,8 @@ class Recorder(TorchDispatchMode):
         t = args[0]
         asked = name in OLD_VALUES or (self.values and name in OF_SUMS) or (t._is_view() and name not in MOVES)
         asked = asked or (name in MASKED and any(id(a) in self._signs for a in _operands(args)))
-        return self._copy(t) if asked and t.requires_grad else t
+        follows = any(isinstance(a, Tensor) and a.requires_grad for a in _operands(args))
+        return self._copy(t) if asked and follows else t
 
     def _protect(self, t: Tensor) -> None:
         """Notes that hold this memory get a copy before it changes."""
@@ -197,7 +199,7 @@ class Recorder(TorchDispatchMode):
         with torch._C._ForceDispatchKeyGuard(*self._keys), torch.enable_grad():
             copy = t.clone()
         if t.requires_grad:
-            self._histories[id(copy)] = (copy, get_gradient_edge(t))
+            self._histories[id(copy)] = (copy, _edge(t))
         return copy
 
 
@@ -220,3 +222,15 @@ def _operands(args: tuple[Any, ...]) -> list[Any]:
     for arg in args:
         found += [a for a in arg if isinstance(a, Tensor)] if isinstance(arg, list | tuple) else [arg]
     return found
+
+
+def _edge(t: Tensor) -> Edge:
+    return t.grad_fn, t.output_nr
+
+
+def _alike(a: Edge, b: Edge) -> bool:
+    """The same tensor, or the same function of the same tensor computed twice."""
+    if a[0] is b[0] or a[0] is None or b[0] is None:
+        return a[0] is b[0] and a[1] == b[1]
+    twice = kind(a[0]) == kind(b[0]) and len(edges(a[0])) == len(edges(b[0])) == 1
+    return twice and _alike(edges(a[0])[0], edges(b[0])[0])

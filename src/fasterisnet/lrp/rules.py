@@ -19,7 +19,7 @@ from fasterisnet.errors import InputError, RuleError
 from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, descend, edges, kind, shape, source
 from fasterisnet.lrp.layers import CLASSES, Unit, biased, layer, norm, operand, through, unit
-from fasterisnet.lrp.recognise import activation, shares, unscaled
+from fasterisnet.lrp.recognise import activation, masks_itself, shares, unscaled
 from fasterisnet.lrp.record import Recorder
 from fasterisnet.lrp.walk import Step, edge_of
 
@@ -60,7 +60,7 @@ class RuleTable:
             return
         group = group if at.activation is None else "activation"
         rule = self.rules.get(group or "")
-        if group is None and self.loud and not only_the_mean(at):
+        if group is None and self.loud and not is_linear_here(at):
             at.warn()
         elif self.loud:
             announce(at, self.in_R)
@@ -68,14 +68,16 @@ class RuleTable:
         (rule or Step.pass_on)(at)
 
 
-def only_the_mean(at: Step) -> bool:
-    """Of a mean and a variance computed together, relevance passes the mean alone: that is linear."""
+def is_linear_here(at: Step) -> bool:
+    """A sum among other reductions; of a mean and a variance computed together, relevance passes the mean alone."""
+    if at.kind == "ScatterReduce":
+        return at.saved("reduce") in ("sum", "mean")
     return at.kind in ("VarMean", "StdMean") and all(set(by) == {1} for by in at.flow.values())
 
 
 def announce(at: Step, in_R: bool) -> None:
     """Operations with a rule that are met in a form it does not cover."""
-    if at.note is not None and at.note.selected is not None and at.activation is None:
+    if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.active):
         at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
     elif (at.kind == "Lerp" and at.is_active(2)) or (at.kind.startswith("GridSampler") and at.is_active(1)):
         at.warn("has weights computed from the images; its ordinary derivative was used.")
@@ -88,7 +90,7 @@ def announce(at: Step, in_R: bool) -> None:
             at.warn("is a sum of positive and negative parts that z+ cannot tell apart; its derivative was used.")
 
 
-_MAY_BE_ACTIVATIONS = frozenset({"activation", "product", "move", "sum"})
+_MAY_BE_ACTIVATIONS = frozenset({"activation", "product", "move", "sum", "slices"})
 
 
 # --- LRP-epsilon ---------------------------------------------------------------------------------------------------
@@ -133,18 +135,18 @@ def product_half(at: Step) -> None:
         at.pass_on()
         return
     for form, by in at.flow.items():
-        if form == "R":
+        if form == "R" and at.kind != "Glu":
             for position, share in found:
                 at.send_R(position, by[0] * (share / sum(s for _, s in found)))
             continue
-        derivative = _product_derivative(at, by)
+        derivative = _product_derivative(at, by, form)
         for position, share in found:
             t = derivative[position]
             if t is not None:
                 at.send(position, form, t if share == 1 else t * share)
 
 
-def _product_derivative(at: Step, by: dict[int, Tensor]) -> Sequence[Tensor | None]:
+def _product_derivative(at: Step, by: dict[int, Tensor], form: str) -> Sequence[Tensor | None]:
     """Only for the operands that ask for it: for a weight it would be a sum over everything."""
     G = by[0]
     if at.kind == "Mul" and sum(at.active) == 1 and not G.is_complex():
@@ -152,7 +154,8 @@ def _product_derivative(at: Step, by: dict[int, Tensor]) -> Sequence[Tensor | No
         return [G * other if on else None for on in at.active]
     if at.kind == "Glu":
         signal, gate = at.saved("self").chunk(2, at.saved("dim"))
-        return [torch.cat((G * gate.sigmoid(), torch.zeros_like(signal)), at.saved("dim"))]
+        to_signal = G if form == "R" else G * gate.sigmoid()
+        return [torch.cat((to_signal, torch.zeros_like(signal)), at.saved("dim"))]
     return at.ordinary(by)
 
 
@@ -234,6 +237,9 @@ def _is_copy(at: Step) -> bool:
 def linear_zplus(at: Step) -> None:
     """`z = W+ x+ + W- x- + b+`, `s = R_y/(z + eps)`, `R_x = x (W+^T s)` where x >= 0 and `x (W-^T s)` where x < 0."""
     found = layer(at.node, at.walk.active)
+    signals = [i for i, _ in shares(at)]
+    if found is None and len(signals) == 1 and sum(at.active) == 2:  # a gate is as good as a weight
+        found = CLASSES[at.kind](at.node, signals[0])
     if found is not None:
         _zplus(at, Unit(found, found.weight, found.bias))
     elif sum(at.active) == 2 and not (len(at.active) > 2 and at.active[0]):

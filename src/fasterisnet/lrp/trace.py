@@ -127,6 +127,8 @@ class Trace:
         self.captures: dict[str, Capture] = {}
         self._spans: list[tuple[int, int, str]] = []
         values = any(not isinstance(t, RuleTable) or t.needs_values for t in tables)
+        if values and any(type(module).__name__ == "RecursiveScriptModule" for module in self.names):
+            self.log.warn("torch.jit.script", "", "optimises its operations out of sight; explain the model it was made of.")
         self.recorder = Recorder(values or box is not None)
         self.logits = self._run()
 
@@ -175,7 +177,8 @@ class Trace:
         missing = [name for name in self.wanted if name not in self.captures]
         if missing:
             raise InputError(f"Layer '{missing[0]}' was not run by the model's forward; name a module that is.")
-        return _plain(logits)
+        with torch.enable_grad():
+            return _plain(logits).clone()  # hooks on the model's own tensor do not see relevance
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from fasterisnet.errors import InputError, RuleError, RuleWarning
 from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, MOVING, SAME, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.layers import through
 from fasterisnet.lrp.record import note
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Walk:
     def _is_affine(self, node: Node) -> bool:
         what, below = kind(node), [n for (n, _), on in zip(edges(node), self.active(node), strict=True) if on]
         one = len(below) == 1 and (what in MOVING or what in AFFINE) and not (what == "Div" and not self.active(node)[0])
-        joined = what in ("Cat", "Stack") and len(below) > 0
+        joined = what in ("Cat", "Stack", "CopySlices") and len(below) > 0
         return node is self.root[0] or ((one or joined) and all(n in self.affine for n in below))
 
     def first(self, edge: Edge) -> bool:
@@ -263,9 +264,7 @@ class Step:
         """`s = R_y/(z + eps)`. What comes from the score itself starts here, with `R = z * G`."""
         total = None
         for form, by in self.flow.items():
-            t = by[0] * y() if form == "G" and y is not None else by[0]
-            for node in path:
-                t = node(t)
+            t = through(path, by[0] * y() if form == "G" and y is not None else by[0])
             s = Quotient.apply(t, z if form == "start" else None, z, self.eps, False)
             total = s if total is None else total + s
         assert total is not None
@@ -343,7 +342,8 @@ class Step:
             arrived = by if y is None else {0: by[0] / torch.where(y < 0, y - self.eps, y + self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
                 if t is not None and self.active[position]:
-                    x = self.note.tensors[position] if y is not None and self.note is not None else None
+                    values = self.note.tensors if y is not None and self.note is not None else []
+                    x = values[position] if position < len(values) else None
                     self.send(position, form, t if x is None or x.shape != t.shape else t * x)
 
     def warn(self, why: str = "has no relevance rule: its ordinary derivative was used.") -> None:
