@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 import fasterisnet as fi
 from fasterisnet.losses import heatmap_loss
-from fasterisnet.methods import ISNet
 from fasterisnet.lrp import rules
-from fasterisnet.lrp.engine import Trace
 from fasterisnet.lrp.explain import explain, relevance_maps
+from fasterisnet.lrp.small_maps import SmallMaps
 from fasterisnet.lrp.targets import Joint, Logit, Target
-from fasterisnet.small_maps import SmallMaps
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.methods import ISNet
 
 BACKBONES = {"resnet18": (128, 28), "resnet50": (4, 224), "densenet121": (4, 224)}
 RESNET_LAYERS = ["maxpool", "layer1", "layer2", "layer3", "layer4"]

@@ -232,7 +232,7 @@ def shares(at: Step) -> list[tuple[int, float]]:
         at.warn()
     offset = 1 if at.kind in OFFSET_FIRST else 0
     factors = [i for i in on if i >= offset and not (at.kind in CONVOLUTIONS and i == 2)]
-    constant = [i for i in factors if len(factors) > 1 and is_constant(at.edge(i), at.walk.active)]
+    constant = [i for i in factors if len(factors) > 1 and is_constant(at.edge(i), at.walk.behind)]
     if len(factors) < 2 or 0 < len(constant) < len(factors):
         return [(i, 1.0) for i in on if i not in constant]
     return [(i, 0.5 if i in factors else 1.0) for i in on]
@@ -245,6 +245,12 @@ def is_constant(edge: Edge, active: Active) -> bool:
         return False
     if kind(node) in ("Cat", "Stack"):
         return all(is_constant(e, active) for e, on in zip(edges(node), active(node), strict=True) if on)
+    if kind(node) == "CopySlices":
+        found = note(node)
+        if found is None or found.replay not in GATES:
+            return False
+        size, _, _, whole, _ = found.view
+        return math.prod(size) == math.prod(whole) or shape(_above(edge, node, active)) == tuple(size)
     low, high = _range(edge, active)
     clamped = kind(node) in ("Clamp", "Hardtanh", "ClampMax", "ClampMin", *BOUNDS) and 0 <= low and high <= 1
     if clamped or (math.isclose(low, 0, abs_tol=1e-6) and math.isclose(high, 1, abs_tol=1e-6)):
@@ -254,6 +260,17 @@ def is_constant(edge: Edge, active: Active) -> bool:
         if node is None:
             return False
     return kind(node) in SIZES or (kind(node) == "Pow" and _number(operand(node, 1, "exponent")) < 0)
+
+
+GATES = (torch.ops.aten.sigmoid.default, torch.ops.aten.hardsigmoid.default)
+
+
+def _above(edge: Edge, node: Node, active: Active) -> Edge:
+    """The last edge on the way to a node whose tensor is what the product, or a move, reads."""
+    last = edge
+    while edge[0] is not node:
+        last, edge = edge, edges(edge[0])[active(edge[0]).index(True)]
+    return edge if last[0] is node else last
 
 
 def _behind_moves(edge: Edge, active: Active) -> Node | None:

@@ -67,7 +67,7 @@ def relevance(
     table = rules.table(rule, epsilon)
     ends = [edge_of(t) for t in values]
     bounds = None if box is None else (*box_of(box, values[0]), values[0].detach())
-    walk = Walk(table, ends, log=Log(strict), box=bounds, create_graph=create_graph)
+    walk = Walk(table, ends, log=Log(strict), box=bounds, create_graph=create_graph, scores=True)
     found = walk.run(edge_of(score), torch.ones_like(score))
     for end, t in zip(ends, values, strict=True):
         if end not in found:

@@ -89,7 +89,8 @@ class Walk:
     """One relevance pass, from a score to `ends`, of which the first is the images.
 
     place: the module a node was made in. table_at: the table for a node, where modules have different ones. box: (low,
-    high, images) for zB. keep_root: maps are differentiated for the images too.
+    high, images) for zB. keep_root: maps are differentiated for the images too. scores: the walk begins at a score, not
+    at the logits. behind: which operands of nodes behind the ends depend on the images.
     """
 
     def __init__(
@@ -103,11 +104,14 @@ class Walk:
         box: tuple[Tensor, Tensor, Tensor] | None = None,
         create_graph: bool = False,
         keep_root: bool = True,
+        scores: bool = False,
+        behind: Callable[[Node], list[bool]] | None = None,
     ) -> None:
         self.table_at = table_at or (lambda node: table)
         self.ends, self.root = list(ends), ends[0]
         self.log, self.place, self.box = log or Log(), place, box
-        self.create_graph, self.keep_root = create_graph, keep_root
+        self.create_graph, self.keep_root, self.scores = create_graph, keep_root, scores
+        self._behind = behind
         self.reached: set[Node] = set()
         self.affine: set[Node] = set()
         self._waiting: dict[Node, Flow] = {}
@@ -162,6 +166,11 @@ class Walk:
             self._active[node] = [n in self.reached for n, _ in edges(node)]
         return self._active[node]
 
+    def behind(self, node: Node) -> list[bool]:
+        """The same, of nodes behind the ends of this walk too."""
+        mine = self.active(node)
+        return mine if any(mine) or self._behind is None else self._behind(node)
+
     def put(self, edge: Edge, form: str, t: Tensor) -> None:
         """Adds to what waits at an edge."""
         by = self._waiting.setdefault(edge[0], {}).setdefault(form, {})
@@ -170,7 +179,7 @@ class Walk:
     def beside(self, at: Step, ends: Sequence[Edge]) -> Walk:
         """A walk through something that was run again in place of a node."""
         place = self.place(at.node)
-        return Walk(at.table, ends, log=self.log, place=lambda _: place, create_graph=self.create_graph)
+        return Walk(at.table, ends, log=self.log, place=lambda _: place, create_graph=self.create_graph, behind=self.behind)
 
     def wants(self, *asked: Edge) -> bool:
         """Whether the relevance at one of these edges was asked for."""
@@ -273,7 +282,7 @@ class Step:
     @property
     def is_score(self) -> bool:
         """Whether this node only puts the score together: one number a sample, no layer met yet."""
-        return set(self.flow) == {"start"} and len(self.node._input_metadata[0].shape) <= 1
+        return self.walk.scores and set(self.flow) == {"start"} and len(self.node._input_metadata[0].shape) <= 1
 
     # --- the node --------------------------------------------------------------------------------------------------
 
@@ -303,7 +312,10 @@ class Step:
             zeros = (torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) for m in metadata)
             result = self.node.apply(*[z if a is None else a for a, z in zip(args, zeros, strict=True)])
         else:
-            result = self.node(*args)
+            try:
+                result = self.node(*args)
+            except NotImplementedError as error:
+                raise RuleError(f"'{spoken(self.kind)}' has no derivative that relevance could be sent through.") from error
         return result if isinstance(result, tuple) else (result,)
 
     def forward(self, xs: Sequence[Tensor | None]) -> Tensor:
