@@ -1,0 +1,164 @@
+"""Interval estimates of shares and means; samples of one group (a patient, a source) count as one piece of evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fasterisnet.errors import InputError
+
+MASS = 0.95
+DRAWS = 2000
+Groups = Sequence[Hashable | None]
+Numbers = NDArray[np.float64]
+
+
+class Estimate(NamedTuple):
+    """A number of the test (None if it has no value), the mean and sd of what is believed of it, and the 95 % interval."""
+
+    value: float | None
+    mean: float
+    sd: float
+    low: float
+    high: float
+
+
+def highest_density(draws: Numbers, mass: float = MASS) -> tuple[float, float]:
+    """The shortest interval that holds `mass` of the draws."""
+    ordered = np.sort(draws)
+    held = min(len(ordered), int(np.ceil(mass * len(ordered))))
+    widths = ordered[held - 1 :] - ordered[: len(ordered) - held + 1]
+    first = int(widths.argmin())
+    return float(ordered[first]), float(ordered[first + held - 1])
+
+
+def of_draws(draws: Numbers, value: float | None) -> Estimate:
+    """What draws of a posterior say of a number."""
+    return Estimate(value, float(draws.mean()), float(draws.std()), *highest_density(draws))
+
+
+def share(hits: Tensor | Sequence[bool], groups: Groups | None = None) -> Estimate | None:
+    """A share of samples, with the Beta posterior of a flat prior; None of no samples.
+
+    Samples of one group are alike, so the sample counts for as many as would have the variance that is seen between
+    the groups (Korn and Graubard's effective size), or for as many as there are groups if all agree.
+    """
+    values = torch.as_tensor(hits).double().numpy()
+    if not len(values):
+        return None
+    p = float(values.mean())
+    size = _effective_size(values, p, groups)
+    a, b = 1 + p * size, 1 + (1 - p) * size
+    low, high = _beta_interval(a, b)
+    return Estimate(p, a / (a + b), float(np.sqrt(a * b / (a + b) ** 2 / (a + b + 1))), low, high)
+
+
+def average(values: Tensor | Sequence[float], groups: Groups | None = None, *, seed: int = 0) -> Estimate | None:
+    """The mean of numbers, with the bootstrap interval over groups (over samples if there are none); NaN left out."""
+    numbers = torch.as_tensor(values).double().numpy()
+    known = np.isfinite(numbers)
+    if not known.any():
+        return None
+    names = _numbered(groups, len(numbers))[known]
+    sizes = np.bincount(names)
+    sums = np.bincount(names, numbers[known])[sizes > 0]
+    sizes = sizes[sizes > 0]
+    generator = np.random.default_rng(seed)
+    means = np.empty(DRAWS)
+    for begin, end in _chunks(DRAWS, len(sizes)):
+        chosen = generator.integers(0, len(sizes), (end - begin, len(sizes)))
+        means[begin:end] = sums[chosen].sum(1) / sizes[chosen].sum(1)
+    low, high = np.quantile(means, [(1 - MASS) / 2, (1 + MASS) / 2])
+    return Estimate(float(numbers[known].mean()), float(means.mean()), float(means.std()), float(low), float(high))
+
+
+def bootstrap(
+    statistic: Callable[[Tensor], float], count: int, groups: Groups | None = None, *, draws: int = DRAWS, seed: int = 0
+) -> Estimate:
+    """Any statistic of chosen samples, with the percentile interval over resampled groups; draws without value left out.
+
+    statistic: from the numbers of the samples that were drawn (a sample may be there several times).
+    """
+    if count < 1:
+        raise InputError("There is no sample to resample.")
+    value = statistic(torch.arange(count))
+    found = np.array([statistic(chosen) for chosen in resamples(count, groups, draws, seed)])
+    found = found[np.isfinite(found)]
+    if not len(found):
+        return Estimate(None, np.nan, np.nan, np.nan, np.nan)
+    low, high = np.quantile(found, [(1 - MASS) / 2, (1 + MASS) / 2])
+    known = value if np.isfinite(value) else None
+    return Estimate(known, float(found.mean()), float(found.std()), float(low), float(high))
+
+
+def resamples(count: int, groups: Groups | None, draws: int, seed: int) -> Iterator[Tensor]:
+    """Samples drawn with replacement, groups as wholes."""
+    names = _numbered(groups, count)
+    order = np.argsort(names, kind="stable")
+    members = np.split(order, np.unique(names[order], return_index=True)[1][1:])
+    generator = np.random.default_rng(seed)
+    for _ in range(draws):
+        chosen = generator.integers(0, len(members), len(members))
+        yield torch.from_numpy(np.concatenate([members[i] for i in chosen]))
+
+
+def as_json(content: Any) -> Any:
+    """Estimates as dicts, numbers that are none as null."""
+    if isinstance(content, Estimate):
+        return {key: as_json(value) for key, value in content._asdict().items()}
+    if isinstance(content, dict):
+        return {str(key): as_json(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [as_json(value) for value in content]
+    if isinstance(content, float):
+        return content if np.isfinite(content) else None
+    return content
+
+
+def _effective_size(values: Numbers, p: float, groups: Groups | None) -> float:
+    if groups is None:
+        return len(values)
+    names = _numbered(groups, len(values))
+    count = int(names.max()) + 1
+    if count == len(values):
+        return len(values)
+    residuals = np.bincount(names, values - p)
+    variance = count / max(count - 1, 1) * float((residuals**2).sum()) / len(values) ** 2
+    if p in (0.0, 1.0) or variance == 0:
+        return count
+    return float(np.clip(p * (1 - p) / variance, 1, len(values)))
+
+
+def _numbered(groups: Groups | None, count: int) -> NDArray[np.int64]:
+    """The number of each sample's group; a sample whose group is None is one of its own."""
+    if groups is None:
+        return np.arange(count)
+    if len(groups) != count:
+        raise InputError(f"There are {len(groups)} groups for {count} samples; give one for each.")
+    numbers: dict[Hashable, int] = {}
+    keys = (("sample", i) if g is None else ("group", g) for i, g in enumerate(groups))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def _chunks(total: int, width: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of about four million numbers."""
+    step = max(1, 4_000_000 // max(width, 1))
+    for begin in range(0, total, step):
+        yield begin, min(total, begin + step)
+
+
+@lru_cache(maxsize=4096)
+def _beta_interval(a: float, b: float) -> tuple[float, float]:
+    """The highest-density interval of a Beta distribution that is flat or has one peak."""
+    from scipy.stats import beta
+
+    below = np.linspace(0, 1 - MASS, 1001)
+    low, high = beta.ppf(below, a, b), beta.ppf(below + MASS, a, b)
+    shortest = int((high - low).argmin())
+    return float(low[shortest]), float(high[shortest])
