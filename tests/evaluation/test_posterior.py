@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from evaluation.mcmc_reference import CONFUSION
 from sklearn import metrics as sk
 
+from evaluation.mcmc_reference import CONFUSION
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation import posterior as module
 from fasterisnet.evaluation.intervals import highest_density

@@ -20,7 +20,7 @@ Numbers = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
-    """A number of the test (None if it has no value), the mean and sd of what is believed of it, and the 95 % interval."""
+    """A number of the test (None if it has none), the mean and sd of what is believed of it, and the 95 % interval."""
 
     value: float | None
     mean: float
@@ -81,7 +81,7 @@ def average(values: Tensor | Sequence[float], groups: Groups | None = None, *, s
 def bootstrap(
     statistic: Callable[[Tensor], float], count: int, groups: Groups | None = None, *, draws: int = DRAWS, seed: int = 0
 ) -> Estimate:
-    """Any statistic of chosen samples, with the percentile interval over resampled groups; draws without value left out.
+    """Any statistic, with the percentile interval over resampled groups; draws without a value are left out.
 
     statistic: from the numbers of the samples that were drawn (a sample may be there several times).
     """

@@ -22,7 +22,7 @@ class Bin(NamedTuple):
 
 
 class Reliability(NamedTuple):
-    """error: the expected calibration error, the mean gap between certainty and accuracy; curve: the bins with samples."""
+    """error: the expected calibration error, the mean gap between certainty and accuracy; curve: bins with samples."""
 
     error: Estimate
     curve: list[Bin]

@@ -1,0 +1,413 @@
+"""Tests that need no heatmap: change the background, or the object, and see whether the answer changes.
+
+Images are (sample, channel, height, width) as the network sees them, masks bool (sample, 1, height, width), True where
+the object is. The object of a borrowed background is covered with its surroundings, so that no outline of it stays; an
+erased object with the mean colour of all backgrounds, so that its place tells nothing of its own background.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fasterisnet.errors import FasterISNetError, InputError
+from fasterisnet.evaluation.attention import decisions
+from fasterisnet.evaluation.intervals import Estimate, Groups, average, bootstrap, share
+
+Predict = Callable[[Tensor], Tensor]
+Fetch = Callable[[list[int]], tuple[Tensor, Tensor]]
+Label = int | tuple[float, ...]
+
+TESTS = {
+    "mixed_same": "background of another image of the same class",
+    "mixed_random": "background of an image of a random class",
+    "mixed_other": "background of an image of another class",
+    "background_mean": "background erased: one colour",
+    "background_blur": "background erased: blurred",
+    "background_noise": "background erased: noise",
+    "object_erased": "object erased, with the box around it",
+    "object_erased_other": "object erased, background of another class",
+    "object_swapped": "object of another class on the same background",
+}
+DONORS = {
+    "mixed_same": "same", "mixed_random": "random", "mixed_other": "other", "object_erased_other": "other",
+    "object_swapped": "other",
+}  # fmt: skip
+LEAST = 0.02  # of the image has to be background, or there is nothing to exchange
+CELLS = 8  # a blurred background has 8 x 8 colours
+MODEL_ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError, FasterISNetError)
+
+
+class Palette(NamedTuple):
+    """The colours of all backgrounds, a number for each channel (1, channel, 1, 1)."""
+
+    mean: Tensor
+    sd: Tensor
+    low: Tensor
+    high: Tensor
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def fill_in(images: Tensor, known: Tensor) -> Tensor:
+    """Unknown pixels from the known ones around them: averages over ever larger cells, smoothly enlarged; 0 of none."""
+    if bool(known.all()) or min(images.shape[-2:]) == 1:
+        return torch.where(known, images, _mean(images, known))
+    smaller = [math.ceil(side / 2) for side in images.shape[-2:]]
+    weight = F.adaptive_avg_pool2d(known.to(images.dtype), smaller)
+    coarse = F.adaptive_avg_pool2d(images * known, smaller) / weight.clamp(min=1e-12)
+    filled = fill_in(coarse, weight > 0)
+    enlarged = F.interpolate(filled, images.shape[-2:], mode="bilinear", align_corners=False)
+    return torch.where(known, images, enlarged)
+
+
+def grown(mask: Tensor) -> Tensor:
+    """The mask and a narrow margin (1/64 of the picture), where object and background are mixed."""
+    width = max(1, max(mask.shape[-2:]) // 64)
+    return F.max_pool2d(mask.float(), 2 * width + 1, stride=1, padding=width) > 0
+
+
+def boxes_around(mask: Tensor) -> Tensor:
+    """The smallest upright rectangle around each object."""
+    rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
+    return _between(rows, -2) & _between(columns, -1)
+
+
+def before(images: Tensor, masks: Tensor, donors: Tensor, donor_masks: Tensor) -> Tensor:
+    """The objects of `images` before the backgrounds of `donors`, whose own objects are covered."""
+    return torch.where(masks, images, fill_in(donors, ~grown(donor_masks)))
+
+
+def blurred(images: Tensor, masks: Tensor) -> Tensor:
+    """The backgrounds alone, as a few smooth colours."""
+    cells = [min(CELLS, side) for side in images.shape[-2:]]
+    known = ~grown(masks)
+    weight = F.adaptive_avg_pool2d(known.to(images.dtype), cells)
+    coarse = F.adaptive_avg_pool2d(images * known, cells) / weight.clamp(min=1e-12)
+    return F.interpolate(fill_in(coarse, weight > 0), images.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def altered(
+    name: str,
+    images: Tensor,
+    masks: Tensor,
+    donors: tuple[Tensor, Tensor],
+    palette: Palette,
+    numbers: Sequence[int] = (),
+) -> Tensor:
+    """The images as a test shows them; donors: other images with their masks; numbers: the samples', for the noise."""
+    others, other_masks = donors
+    if name.startswith("mixed"):
+        return before(images, masks, others, other_masks)
+    if name == "object_swapped":
+        return before(others, other_masks, images, masks)
+    box = boxes_around(grown(masks))
+    if name.startswith("object_erased"):
+        ground = images if name == "object_erased" else fill_in(others, ~grown(other_masks))
+        return torch.where(box, palette.mean.to(images), ground)
+    if name == "background_mean":
+        ground = palette.mean.to(images).expand_as(images)
+    elif name == "background_blur":
+        ground = blurred(images, masks)
+    elif name == "background_noise":
+        noise = torch.stack([_noise(number, images.shape[1:]) for number in numbers]).to(images)
+        ground = (palette.mean + palette.sd * noise).clamp(palette.low, palette.high).to(images)
+    else:
+        raise InputError(f"There is no test '{name}'; there are {', '.join(TESTS)}.")
+    return torch.where(masks, images, ground)
+
+
+def has_background(masks: Tensor) -> Tensor:
+    """Which samples have an object and enough around it."""
+    return masks.flatten(1).any(1) & ((~grown(masks)).flatten(1).double().mean(1) >= LEAST)
+
+
+def partners(labels: Sequence[Label], usable: Sequence[bool], *, seed: int = 0) -> dict[str, list[int]]:
+    """For every sample another one of the same class, of a random class and of another class; -1 if there is none."""
+    generator = torch.Generator().manual_seed(seed)
+    by_class: dict[Label, list[int]] = {}
+    for i, label in enumerate(labels):
+        if usable[i]:
+            by_class.setdefault(label, []).append(i)
+    classes = sorted(by_class, key=str)
+    place = {i: k for members in by_class.values() for k, i in enumerate(members)}
+
+    def drawn(count: int) -> int:
+        return int(torch.randint(count, (), generator=generator))
+
+    def member(choices: Sequence[Label], without: int) -> int:
+        """A sample of one of some classes, but not the sample itself."""
+        if not choices:
+            return -1
+        members = by_class[choices[drawn(len(choices))]]
+        if members[place[without] % len(members)] != without:
+            return members[drawn(len(members))]
+        found = drawn(len(members) - 1)
+        return members[found + (found >= place[without])]
+
+    chosen: dict[str, list[int]] = {kind: [-1] * len(labels) for kind in ("same", "random", "other")}
+    for i, label in enumerate(labels):
+        if usable[i]:
+            own = [label] if len(by_class[label]) > 1 else []
+            rest = [c for c in classes if c != label]
+            chosen["same"][i] = member(own, i)
+            chosen["random"][i] = member(own + rest, i)
+            chosen["other"][i] = member(rest, i)
+    return chosen
+
+
+def palette_of(images: Tensor, masks: Tensor) -> Palette:
+    """The colours of the backgrounds of some images."""
+    outside = ~grown(masks).transpose(0, 1).flatten()
+    colours = images.transpose(0, 1).flatten(1)[:, outside].double()
+    if not colours.shape[1]:
+        colours = images.transpose(0, 1).flatten(1).double()
+    shape = (1, -1, 1, 1)
+    parts = (colours.mean(1), colours.std(1, correction=0), colours.amin(1), colours.amax(1))
+    return Palette(*(part.to(images.dtype).view(shape) for part in parts))
+
+
+# --- a network's answers ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answers:
+    """Logits (sample, class) of the images as they are and under each test; rows of NaN where there are none.
+
+    donors: of each kind the other sample's number, -1 for none. problems: why a sample has no answer.
+    """
+
+    original: Tensor
+    tests: dict[str, Tensor]
+    donors: dict[str, list[int]]
+    problems: dict[int, str] = field(default_factory=dict)
+
+
+def careful(predict: Predict, images: Tensor) -> tuple[Tensor, dict[int, str]]:
+    """Logits of a batch; if it fails, of each image alone. Rows of NaN, and what was wrong, for those that fail."""
+    problems: dict[int, str] = {}
+    try:
+        logits = predict(images)
+    except MODEL_ERRORS as error:
+        if len(images) == 1:
+            return torch.full((1, 0), torch.nan, dtype=torch.float64), {0: f"{type(error).__name__}: {error}"[:300]}
+        parts = [careful(predict, image[None]) for image in images]
+        problems = {i: found[0] for i, (_, found) in enumerate(parts) if found}
+        width = max(part.shape[1] for part, _ in parts)
+        empty = torch.full((1, width), torch.nan, dtype=torch.float64)
+        return torch.cat([part if part.shape[1] == width else empty for part, _ in parts]), problems
+    logits = logits.detach().double().cpu()
+    if logits.ndim != 2 or len(logits) != len(images):
+        raise InputError(f"The model returned {tuple(logits.shape)} for {len(images)} images, not (sample, class).")
+    broken = ~logits.isfinite().all(1)
+    logits = logits.where(~broken[:, None], torch.nan)
+    return logits, {int(i): "its logits are not finite numbers" for i in broken.nonzero()[:, 0]}
+
+
+@torch.no_grad()
+def ask(
+    predict: Predict, fetch: Fetch, labels: Sequence[Label], palette: Palette, usable: Sequence[bool], *,
+    original: Tensor | None = None, tests: Sequence[str] = tuple(TESTS), batch: int = 32, seed: int = 0,
+) -> Answers:  # fmt: skip
+    """What a network says to every image and to every changed image.
+
+    fetch: images and masks by their numbers. usable: which samples have a mask and a background; the others are shown
+    as they are only. original: logits that are known already.
+    """
+    donors = partners(labels, usable, seed=seed)
+    rows: dict[str, list[Tensor]] = {name: [] for name in ("original", *tests)}
+    problems: dict[int, str] = {}
+    for begin in range(0, len(labels), batch):
+        numbers = list(range(begin, min(begin + batch, len(labels))))
+        images, masks = fetch(numbers) if original is None or any(usable[i] for i in numbers) else (None, None)
+        if original is None:
+            assert images is not None
+            found, wrong = careful(predict, images)
+            rows["original"].append(found)
+            problems |= {begin + i: text for i, text in wrong.items()}
+        for name in tests:
+            kind = DONORS.get(name)
+            shown = [i for i in numbers if usable[i] and (kind is None or donors[kind][i] >= 0)]
+            answers: dict[int, Tensor] = {}
+            if shown:
+                assert images is not None and masks is not None
+                places = [i - begin for i in shown]
+                others = fetch([donors[kind][i] for i in shown]) if kind else (images[places], masks[places])
+                changed = altered(name, images[places], masks[places], others, palette, shown)
+                if name.startswith("object_erased"):  # nothing but the box: nothing is left to answer from
+                    left = (~boxes_around(grown(masks[places]))).flatten(1).double().mean(1) >= LEAST
+                    changed, shown = changed[left], [i for i, kept in zip(shown, left.tolist(), strict=True) if kept]
+                if shown:
+                    answers = dict(zip(shown, careful(predict, changed)[0], strict=True))
+            rows[name].append(_rows(numbers, answers))
+    first = torch.cat(rows["original"]) if original is None else original
+    return Answers(first, {name: _widened(rows[name], first.shape[1]) for name in tests}, donors, problems)
+
+
+# --- what they mean --------------------------------------------------------------------------------------------------
+
+
+class Effect(NamedTuple):
+    """What a change of the images does: accuracy under it, how much was lost, answers that changed, change of the
+    decided class's probability and of the logits; of answers in a conflict, whose class they name.
+    """
+
+    samples: int
+    accuracy: Estimate | None
+    lost: Estimate | None
+    changed: Estimate | None
+    probability: Estimate | None
+    logits: Estimate | None
+    follows_object: Estimate | None = None
+    follows_background: Estimate | None = None
+
+
+class Causal(NamedTuple):
+    """Every test; and what is drawn from several of them.
+
+    background_gap: accuracy in Mixed-Same minus that in Mixed-Rand (Backgrounds Challenge). pull: accuracy with the
+    object erased on its own background minus that on one of another class, so that what the outline of the hole tells
+    does not count. influence: of the outputs' movement when object or background is exchanged, the background's part.
+    chance: the accuracy of always naming the most frequent class.
+    """
+
+    original: Estimate | None
+    effects: dict[str, Effect]
+    background_gap: Estimate | None
+    pull: Estimate | None
+    influence: Estimate | None
+    object_moves: Estimate | None
+    chance: float | None
+
+
+def judge(
+    answers: Answers, labels: Sequence[Label], groups: Groups | None = None, *, multi_label: bool = False
+) -> Causal:
+    """The effects of all tests, with intervals; samples without an answer are left out."""
+    truth = torch.tensor(labels)
+    known = answers.original.isfinite().all(1)
+    right = {name: _right(logits, truth, multi_label) for name, logits in answers.tests.items()}
+    at_first = _right(answers.original, truth, multi_label)
+    effects = {
+        name: _effect(name, logits, answers, truth, at_first, right[name], groups, multi_label)
+        for name, logits in answers.tests.items()
+    }
+    counts: dict[Hashable, int] = {}
+    for i in known.nonzero()[:, 0].tolist():
+        counts[labels[i]] = counts.get(labels[i], 0) + 1
+    return Causal(
+        _share(at_first, groups),
+        effects,
+        _difference(right, "mixed_same", "mixed_random", groups),
+        _difference(right, "object_erased", "object_erased_other", groups),
+        _influence(answers, groups),
+        _distance(answers, "object_swapped", groups),
+        max(counts.values()) / sum(counts.values()) if counts else None,
+    )
+
+
+def _effect(
+    name: str, logits: Tensor, answers: Answers, truth: Tensor, at_first: Tensor, right: Tensor, groups: Groups | None,
+    multi_label: bool,
+) -> Effect:  # fmt: skip
+    both = logits.isfinite().all(1) & answers.original.isfinite().all(1)
+    decided, now = decisions(answers.original, multi_label), decisions(logits, multi_label)
+    changed = (decided != now).reshape(len(now), -1).any(1).double().where(both, torch.nan)
+    moved = (_probabilities(logits, multi_label) - _probabilities(answers.original, multi_label)).abs()
+    moved = moved.amax(1) if multi_label else moved.gather(1, decided[:, None])[:, 0]
+    steps = (logits - answers.original).abs().mean(1)
+    follows: list[Estimate | None] = [None, None]
+    if not multi_label and name in ("mixed_other", "object_swapped"):
+        donor = torch.tensor(answers.donors["other"])
+        theirs = truth[donor.clamp(min=0)]
+        of_object, of_background = (truth, theirs) if name == "mixed_other" else (theirs, truth)
+        follows = [_share((now == c).double().where(both, torch.nan), groups) for c in (of_object, of_background)]
+    return Effect(
+        int(both.sum()),
+        _share(right.where(both, torch.nan), groups),
+        average((at_first - right).where(both, torch.nan), groups),
+        _share(changed, groups),
+        average(moved.where(both, torch.nan), groups),
+        average(steps.where(both, torch.nan), groups),
+        *follows,
+    )
+
+
+def _influence(answers: Answers, groups: Groups | None) -> Estimate | None:
+    """`|change by background| / (|change by background| + |change by object|)`, each summed over the samples."""
+    if not {"mixed_other", "object_swapped"} <= answers.tests.keys():
+        return None
+    ground, thing = (_moved(answers, name) for name in ("mixed_other", "object_swapped"))
+    both = ground.isfinite() & thing.isfinite()
+    ground, thing = ground[both], thing[both]
+    if len(ground) == 0 or float(ground.sum() + thing.sum()) == 0:
+        return None
+    chosen = None if groups is None else [g for g, kept in zip(groups, both.tolist(), strict=True) if kept]
+    return bootstrap(lambda i: float(ground[i].sum() / (ground[i] + thing[i]).sum()), len(ground), chosen, draws=1000)
+
+
+def _distance(answers: Answers, name: str, groups: Groups | None) -> Estimate | None:
+    return average(_moved(answers, name), groups) if name in answers.tests else None
+
+
+def _moved(answers: Answers, name: str) -> Tensor:
+    """How far the logits went; of several, what they have in common does not count, as it decides nothing."""
+    step = answers.tests[name] - answers.original
+    return (step - step.mean(1, keepdim=True) if step.shape[1] > 1 else step).norm(dim=1)
+
+
+def _difference(right: dict[str, Tensor], first: str, second: str, groups: Groups | None) -> Estimate | None:
+    return average(right[first] - right[second], groups) if {first, second} <= right.keys() else None
+
+
+def _right(logits: Tensor, truth: Tensor, multi_label: bool) -> Tensor:
+    """1 or 0; NaN without an answer."""
+    found = decisions(logits, multi_label)
+    hit = (found == (truth >= 0.5)).all(1) if multi_label else found == truth
+    return hit.double().where(logits.isfinite().all(1), torch.nan)
+
+
+def _probabilities(logits: Tensor, multi_label: bool) -> Tensor:
+    if multi_label:
+        return logits.sigmoid()
+    if logits.shape[1] == 1:
+        return torch.cat([(-logits).sigmoid(), logits.sigmoid()], 1)
+    return logits.softmax(1)
+
+
+def _share(hits: Tensor, groups: Groups | None) -> Estimate | None:
+    known = ~hits.isnan()
+    chosen = None if groups is None else [g for g, kept in zip(groups, known.tolist(), strict=True) if kept]
+    return share(hits[known], chosen)
+
+
+def _rows(numbers: Sequence[int], answers: dict[int, Tensor]) -> Tensor:
+    width = max((len(a) for a in answers.values()), default=0)
+    empty = torch.full((width,), torch.nan, dtype=torch.float64)
+    return torch.stack([answers.get(i, empty) for i in numbers])
+
+
+def _widened(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Batches in which no image has an answer know nothing of the number of classes."""
+    return torch.cat([p if p.shape[1] == width else p.new_full((len(p), width), torch.nan) for p in parts])
+
+
+def _mean(images: Tensor, known: Tensor) -> Tensor:
+    return (images * known).sum((-2, -1), keepdim=True) / known.sum((-2, -1), keepdim=True).clamp(min=1)
+
+
+def _between(hit: Tensor, dim: int) -> Tensor:
+    """True from the first hit to the last one."""
+    whole = hit.int()
+    return (whole.cumsum(dim) > 0) & (whole.flip(dim).cumsum(dim).flip(dim) > 0)
+
+
+def _noise(number: int, shape: torch.Size) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number))
