@@ -292,6 +292,7 @@ def _first_look(
     problems: dict[int, str] = {}
     usable: list[bool] = []
     colours: list[tuple[Tensor, Tensor]] = []
+    images = masks = torch.empty(0)
     for begin in range(0, count, settings.batch):
         images, masks = pictures(list(range(begin, min(begin + settings.batch, count))))
         found, wrong = careful(subject.predict, images)
@@ -302,9 +303,9 @@ def _first_look(
         if sum(len(part) for part, _ in colours) < DRAWN_FOR_COLOURS:
             colours.append((images[fine], masks[fine]))
     width = max(part.shape[1] for part in logits)
-    whole = [p if p.shape[1] == width else p.new_full((len(p), width), torch.nan) for p in logits]
-    every = [torch.cat(parts) for parts in zip(*colours, strict=True)]
-    return torch.cat(whole), problems, usable, palette_of(*every)
+    whole = [p if p.shape[1] == width > 0 else p.new_full((len(p), max(width, 1)), torch.nan) for p in logits]
+    seen = [torch.cat(parts) for parts in zip(*colours, strict=True)] if any(usable) else [images, masks]
+    return torch.cat(whole), problems, usable, palette_of(*seen)
 
 
 def _attention(

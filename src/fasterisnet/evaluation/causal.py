@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fasterisnet.errors import FasterISNetError, InputError
 from fasterisnet.evaluation.attention import decisions
-from fasterisnet.evaluation.intervals import Estimate, Groups, average, bootstrap, share
+from fasterisnet.evaluation.intervals import Estimate, Groups, average, ratio, share
 
 Predict = Callable[[Tensor], Tensor]
 Fetch = Callable[[list[int]], tuple[Tensor, Tensor]]
@@ -60,12 +60,8 @@ def fill_in(images: Tensor, known: Tensor) -> Tensor:
     """Unknown pixels from the known ones around them: averages over ever larger cells, smoothly enlarged; 0 of none."""
     if bool(known.all()) or min(images.shape[-2:]) == 1:
         return torch.where(known, images, _mean(images, known))
-    smaller = [math.ceil(side / 2) for side in images.shape[-2:]]
-    weight = F.adaptive_avg_pool2d(known.to(images.dtype), smaller)
-    coarse = F.adaptive_avg_pool2d(images * known, smaller) / weight.clamp(min=1e-12)
-    filled = fill_in(coarse, weight > 0)
-    enlarged = F.interpolate(filled, images.shape[-2:], mode="bilinear", align_corners=False)
-    return torch.where(known, images, enlarged)
+    height, width = images.shape[-2:]
+    return torch.where(known, images, _smooth(images, known, (math.ceil(height / 2), math.ceil(width / 2))))
 
 
 def grown(mask: Tensor) -> Tensor:
@@ -87,11 +83,8 @@ def before(images: Tensor, masks: Tensor, donors: Tensor, donor_masks: Tensor) -
 
 def blurred(images: Tensor, masks: Tensor) -> Tensor:
     """The backgrounds alone, as a few smooth colours."""
-    cells = [min(CELLS, side) for side in images.shape[-2:]]
-    known = ~grown(masks)
-    weight = F.adaptive_avg_pool2d(known.to(images.dtype), cells)
-    coarse = F.adaptive_avg_pool2d(images * known, cells) / weight.clamp(min=1e-12)
-    return F.interpolate(fill_in(coarse, weight > 0), images.shape[-2:], mode="bilinear", align_corners=False)
+    height, width = images.shape[-2:]
+    return _smooth(images, ~grown(masks), (min(CELLS, height), min(CELLS, width)))
 
 
 def altered(
@@ -247,8 +240,9 @@ def ask(
                 if shown:
                     answers = dict(zip(shown, careful(predict, changed)[0], strict=True))
             rows[name].append(_rows(numbers, answers))
-    first = torch.cat(rows["original"]) if original is None else original
-    return Answers(first, {name: _widened(rows[name], first.shape[1]) for name in tests}, donors, problems)
+    if original is None:
+        original = _widened(rows["original"], max((part.shape[1] for part in rows["original"]), default=0))
+    return Answers(original, {name: _widened(rows[name], original.shape[1]) for name in tests}, donors, problems)
 
 
 # --- what they mean --------------------------------------------------------------------------------------------------
@@ -345,12 +339,7 @@ def _influence(answers: Answers, groups: Groups | None) -> Estimate | None:
     if not {"mixed_other", "object_swapped"} <= answers.tests.keys():
         return None
     ground, thing = (_moved(answers, name) for name in ("mixed_other", "object_swapped"))
-    both = ground.isfinite() & thing.isfinite()
-    ground, thing = ground[both], thing[both]
-    if len(ground) == 0 or float(ground.sum() + thing.sum()) == 0:
-        return None
-    chosen = None if groups is None else [g for g, kept in zip(groups, both.tolist(), strict=True) if kept]
-    return bootstrap(lambda i: float(ground[i].sum() / (ground[i] + thing[i]).sum()), len(ground), chosen, draws=1000)
+    return ratio(ground, ground + thing, groups)
 
 
 def _distance(answers: Answers, name: str, groups: Groups | None) -> Estimate | None:
@@ -397,6 +386,13 @@ def _rows(numbers: Sequence[int], answers: dict[int, Tensor]) -> Tensor:
 def _widened(parts: Sequence[Tensor], width: int) -> Tensor:
     """Batches in which no image has an answer know nothing of the number of classes."""
     return torch.cat([p if p.shape[1] == width else p.new_full((len(p), width), torch.nan) for p in parts])
+
+
+def _smooth(images: Tensor, known: Tensor, cells: tuple[int, int]) -> Tensor:
+    """The mean of what is known in each of some cells, smoothly enlarged; cells in which nothing is are filled in."""
+    weight = F.adaptive_avg_pool2d(known.to(images.dtype), cells)
+    coarse = F.adaptive_avg_pool2d(images * known, cells) / weight.clamp(min=1e-12)
+    return F.interpolate(fill_in(coarse, weight > 0), images.shape[-2:], mode="bilinear", align_corners=False)
 
 
 def _mean(images: Tensor, known: Tensor) -> Tensor:

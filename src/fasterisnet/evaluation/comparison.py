@@ -77,11 +77,11 @@ def compare_seeds(first: Sequence[float], second: Sequence[float]) -> Seeds | No
     count = len(differences)
     if count < 2:
         return None
-    from scipy.stats import t
+    from scipy.special import stdtr, stdtrit
 
     mean, sd = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(count)
-    reach = float(t.ppf(0.975, count - 1)) * sd
-    probability = float(t.cdf(mean / sd, count - 1)) if sd > 0 else 0.5 + 0.5 * float(np.sign(mean))
+    reach = float(stdtrit(count - 1, 0.975)) * sd
+    probability = float(stdtr(count - 1, mean / sd)) if sd > 0 else 0.5 + 0.5 * float(np.sign(mean))
     return Seeds(Estimate(mean, mean, sd, mean - reach, mean + reach), probability)
 
 

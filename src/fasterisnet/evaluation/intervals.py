@@ -61,21 +61,28 @@ def share(hits: Tensor | Sequence[bool], groups: Groups | None = None) -> Estima
 
 def average(values: Tensor | Sequence[float], groups: Groups | None = None, *, seed: int = 0) -> Estimate | None:
     """The mean of numbers, with the bootstrap interval over groups (over samples if there are none); NaN left out."""
-    numbers = torch.as_tensor(values).double().numpy()
-    known = np.isfinite(numbers)
-    if not known.any():
+    numbers = torch.as_tensor(values).double()
+    return ratio(numbers, torch.ones_like(numbers), groups, seed=seed)
+
+
+def ratio(parts: Tensor, wholes: Tensor, groups: Groups | None = None, *, seed: int = 0) -> Estimate | None:
+    """The sum of some numbers over the sum of others, with the same interval; None if the second sum is 0."""
+    part, whole = parts.double().numpy(), wholes.double().numpy()
+    known = np.isfinite(part) & np.isfinite(whole)
+    if whole[known].sum() == 0:
         return None
-    names = _numbered(groups, len(numbers))[known]
-    sizes = np.bincount(names)
-    sums = np.bincount(names, numbers[known])[sizes > 0]
-    sizes = sizes[sizes > 0]
+    names = np.unique(_numbered(groups, len(part))[known], return_inverse=True)[1]
+    above, below = np.bincount(names, part[known]), np.bincount(names, whole[known])
     generator = np.random.default_rng(seed)
-    means = np.empty(DRAWS)
-    for begin, end in _chunks(DRAWS, len(sizes)):
-        chosen = generator.integers(0, len(sizes), (end - begin, len(sizes)))
-        means[begin:end] = sums[chosen].sum(1) / sizes[chosen].sum(1)
-    low, high = np.quantile(means, [(1 - MASS) / 2, (1 + MASS) / 2])
-    return Estimate(float(numbers[known].mean()), float(means.mean()), float(means.std()), float(low), float(high))
+    drawn = np.empty(DRAWS)
+    for begin, end in _chunks(DRAWS, len(below)):
+        chosen = generator.integers(0, len(below), (end - begin, len(below)))
+        with np.errstate(invalid="ignore"):
+            drawn[begin:end] = above[chosen].sum(1) / below[chosen].sum(1)
+    drawn = drawn[np.isfinite(drawn)]
+    low, high = np.quantile(drawn, [(1 - MASS) / 2, (1 + MASS) / 2])
+    value = float(part[known].sum() / whole[known].sum())
+    return Estimate(value, float(drawn.mean()), float(drawn.std()), float(low), float(high))
 
 
 def bootstrap(
@@ -99,10 +106,13 @@ def bootstrap(
 
 def resamples(count: int, groups: Groups | None, draws: int, seed: int) -> Iterator[Tensor]:
     """Samples drawn with replacement, groups as wholes."""
+    generator = np.random.default_rng(seed)
+    if groups is None:
+        yield from (torch.from_numpy(generator.integers(0, count, count)) for _ in range(draws))
+        return
     names = _numbered(groups, count)
     order = np.argsort(names, kind="stable")
     members = np.split(order, np.unique(names[order], return_index=True)[1][1:])
-    generator = np.random.default_rng(seed)
     for _ in range(draws):
         chosen = generator.integers(0, len(members), len(members))
         yield torch.from_numpy(np.concatenate([members[i] for i in chosen]))
@@ -156,9 +166,9 @@ def _chunks(total: int, width: int) -> Iterator[tuple[int, int]]:
 @lru_cache(maxsize=4096)
 def _beta_interval(a: float, b: float) -> tuple[float, float]:
     """The highest-density interval of a Beta distribution that is flat or has one peak."""
-    from scipy.stats import beta
+    from scipy.special import betaincinv
 
     below = np.linspace(0, 1 - MASS, 1001)
-    low, high = beta.ppf(below, a, b), beta.ppf(below + MASS, a, b)
+    low, high = betaincinv(a, b, below), betaincinv(a, b, np.minimum(below + MASS, 1))
     shortest = int((high - low).argmin())
     return float(low[shortest]), float(high[shortest])
