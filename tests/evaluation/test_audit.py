@@ -404,7 +404,8 @@ def outcome(changed: Estimate, pull: Estimate, influence: Estimate | None, accur
 def test_every_sign_counts(changed: float, pull: float, influence: float, wanted: str) -> None:
     found = decide(outcome(number(changed), number(pull), number(influence)))
     assert found.verdict == wanted and found.reasons and not found.caveats
-    assert wanted in found.sentence
+    assert wanted in found.sentence and len(found.reasons) == 3
+    assert ("; yet with a background" in found.sentence) == (wanted == "uses the background" and changed == 0)
 
 
 def test_heatmaps_that_disagree_are_told_but_do_not_decide() -> None:

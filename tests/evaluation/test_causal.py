@@ -214,6 +214,13 @@ def test_groups_widen_the_intervals() -> None:
     assert one.value == other.value and other.sd > one.sd
 
 
+def test_a_conflict_is_judged_on_images_that_were_right() -> None:
+    """Of the constant network those of class 0: it stays with the object, as it stays with anything."""
+    effect = examined(constant_network(), *scenes()).effects["mixed_other"]
+    assert effect.follows_object is not None and effect.follows_object.value == 1
+    assert effect.follows_background is not None and effect.follows_background.value == 0
+
+
 def test_samples_without_mask_are_shown_as_they_are_only() -> None:
     images, masks, labels = scenes(30)
     masks[:10] = False

@@ -250,7 +250,7 @@ def ask(
 
 class Effect(NamedTuple):
     """What a change of the images does: accuracy under it, how much was lost, answers that changed, change of the
-    decided class's probability and of the logits; of answers in a conflict, whose class they name.
+    decided class's probability and of the logits; of the images that it got right, whose class is named in a conflict.
     """
 
     samples: int
@@ -322,7 +322,8 @@ def _effect(
         donor = torch.tensor(answers.donors["other"])
         theirs = truth[donor.clamp(min=0)]
         of_object, of_background = (truth, theirs) if name == "mixed_other" else (theirs, truth)
-        follows = [_share((now == c).double().where(both, torch.nan), groups) for c in (of_object, of_background)]
+        sure = both & (at_first == 1)  # who errs without any conflict follows nobody
+        follows = [_share((now == c).double().where(sure, torch.nan), groups) for c in (of_object, of_background)]
     return Effect(
         int(both.sum()),
         _share(right.where(both, torch.nan), groups),

@@ -69,7 +69,8 @@ def open_subject(text: str, classes: int, *, prepare: Preparation | None = None,
     model = build_model(name, classes, channels=prepare.channels)
     if at:
         _load(model, name, file)
-    return _module(Subject(text, "function" if code else "network", logits_of_nothing, prepare), model, device)
+    shown = f"{name}@{Path(file).name}" if at else name
+    return _module(Subject(shown, "function" if code else "network", logits_of_nothing, prepare), model, device)
 
 
 def logits_of_nothing(_: Tensor) -> Tensor:

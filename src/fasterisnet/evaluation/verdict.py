@@ -54,8 +54,11 @@ def decide(causal: Causal, masses: Mapping[str, tuple[Estimate, Estimate]] | Non
         return Verdict(UNDECIDED, sentence, [_capital(reason) + "."], caveats)
     found = [sign for sign in signs if sign.speaks_for]
     if found:
-        sentence = f"This classifier uses the background: {found[0].text}."
-        return Verdict(USES, sentence, [_capital(sign.text) + "." for sign in found], caveats)
+        sentence = f"This classifier uses the background: {found[0].text}"
+        if signs[0].speaks_against:
+            sentence += f"; yet {signs[0].text}"
+        others = [sign for sign in signs if sign not in found]
+        return Verdict(USES, sentence + ".", [_capital(sign.text) + "." for sign in found + others], caveats)
     if all(sign.speaks_against for sign in signs):
         blind = causal.influence is None
         sentence = f"This classifier ignores the background: {signs[0].text}."
