@@ -347,6 +347,21 @@ def test_several_labels(tmp_path: Path) -> None:
     check_page(tmp_path / "out" / "audit.html")
 
 
+def one_logit() -> nn.Module:
+    return nn.Sequential(object_reader(), nn.Linear(3, 1))
+
+
+def test_two_classes_and_one_logit(tmp_path: Path) -> None:
+    data = manifest(tmp_path / "data", "label", lambda _, name: "yes" if name == NAMES[0] else "no")
+    found = audited(["evaluation.test_audit:one_logit"], data, tmp_path / "out")
+    (model,) = found["models"]
+    assert found["classes"] == ["no", "yes"] and model["causal"]["tests"]["mixed_other"]["logits"]["value"] == 0
+    area = model["performance"]["auc"]
+    assert area["value"] == pytest.approx(model["performance"]["macro_auc"]["value"])
+    assert area["low"] <= area["value"] <= area["high"]
+    assert "DeLong" in check_page(tmp_path / "out" / "audit.html").text
+
+
 def test_large_pictures_fit_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is what compresses worst; what does not fit is left out, and the page says so."""
     monkeypatch.setattr("fasterisnet.evaluation.page.ROOM", 200_000)
