@@ -11,7 +11,7 @@ from scipy import stats
 
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.comparison import compare, compare_seeds, mcnemar
-from fasterisnet.evaluation.intervals import Estimate, as_json, average, share
+from fasterisnet.evaluation.intervals import Estimate, as_json, average, difference, ratio, share
 from fasterisnet.evaluation.reliability import reliability
 
 
@@ -52,6 +52,8 @@ def test_an_average_has_about_the_interval_of_the_normal_distribution() -> None:
     assert found.value == pytest.approx(float(values.mean()))
     assert found.high - found.low == pytest.approx(2 * 1.96 * float(values.std()) / 20, rel=0.1)
     assert average([float("nan")]) is None
+    assert ratio(values, torch.zeros_like(values)) is None
+    assert given(ratio(values, 2 * torch.ones_like(values))).value == pytest.approx(float(values.mean()) / 2)
     assert given(average([0.0] * 9))[:5] == (0, 0, 0, 0, 0)
 
 
@@ -60,6 +62,18 @@ def test_an_average_over_groups_resamples_them_as_wholes() -> None:
     alone = given(average(values))
     together = given(average(values.repeat_interleave(8), [i // 8 for i in range(240)]))
     assert together.value == pytest.approx(alone.value) and together.sd == pytest.approx(alone.sd, rel=0.1)
+
+
+def test_a_difference_of_nothing_is_not_known_to_be_nothing() -> None:
+    same = torch.tensor([1.0, 0.0] * 10)
+    found = given(difference(same, same))
+    assert found.value == 0 and -0.2 < found.low < -0.05 and 0.05 < found.high < 0.2
+    grouped = given(difference(same.repeat(5), same.repeat(5), [i // 5 for i in range(100)]))
+    assert (grouped.low, grouped.high) == pytest.approx((found.low, found.high), abs=0.01)
+    unknown = torch.tensor([torch.nan])
+    assert difference(unknown, unknown) is None
+    more = given(difference(torch.tensor([1.0] * 30 + [0.0] * 70), torch.tensor([0.0] * 90 + [1.0] * 10)))
+    assert more.value == pytest.approx(0.2) and 0.05 < more.low < 0.2 < more.high < 0.35
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (5, 0), (10, 2), (7, 7), (40, 61), (900, 1000)])

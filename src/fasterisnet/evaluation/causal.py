@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fasterisnet.errors import FasterISNetError, InputError
 from fasterisnet.evaluation.attention import decisions
-from fasterisnet.evaluation.intervals import Estimate, Groups, average, ratio, share
+from fasterisnet.evaluation.intervals import Estimate, Groups, average, difference, ratio, share
 
 Predict = Callable[[Tensor], Tensor]
 Fetch = Callable[[list[int]], tuple[Tensor, Tensor]]
@@ -135,24 +135,25 @@ def partners(labels: Sequence[Label], usable: Sequence[bool], *, seed: int = 0) 
     def drawn(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
 
-    def member(choices: Sequence[Label], without: int) -> int:
-        """A sample of one of some classes, but not the sample itself."""
+    def another(choices: Sequence[Label], i: int) -> int:
+        """A sample of one of some classes, but not sample i itself."""
         if not choices:
             return -1
-        members = by_class[choices[drawn(len(choices))]]
-        if members[place[without] % len(members)] != without:
+        label = choices[drawn(len(choices))]
+        members = by_class[label]
+        if label != labels[i]:
             return members[drawn(len(members))]
         found = drawn(len(members) - 1)
-        return members[found + (found >= place[without])]
+        return members[found + (found >= place[i])]
 
     chosen: dict[str, list[int]] = {kind: [-1] * len(labels) for kind in ("same", "random", "other")}
     for i, label in enumerate(labels):
         if usable[i]:
             own = [label] if len(by_class[label]) > 1 else []
             rest = [c for c in classes if c != label]
-            chosen["same"][i] = member(own, i)
-            chosen["random"][i] = member(own + rest, i)
-            chosen["other"][i] = member(rest, i)
+            chosen["same"][i] = another(own, i)
+            chosen["random"][i] = another(own + rest, i)
+            chosen["other"][i] = another(rest, i)
     return chosen
 
 
@@ -327,7 +328,7 @@ def _effect(
     return Effect(
         int(both.sum()),
         _share(right.where(both, torch.nan), groups),
-        average((at_first - right).where(both, torch.nan), groups),
+        difference(at_first.where(both, torch.nan), right, groups),
         _share(changed, groups),
         average(moved.where(both, torch.nan), groups),
         average(steps.where(both, torch.nan), groups),
@@ -354,7 +355,7 @@ def _moved(answers: Answers, name: str) -> Tensor:
 
 
 def _difference(right: dict[str, Tensor], first: str, second: str, groups: Groups | None) -> Estimate | None:
-    return average(right[first] - right[second], groups) if {first, second} <= right.keys() else None
+    return difference(right[first], right[second], groups) if {first, second} <= right.keys() else None
 
 
 def _right(logits: Tensor, truth: Tensor, multi_label: bool) -> Tensor:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from fasterisnet.errors import InputError
-from fasterisnet.evaluation.intervals import Estimate, Groups, average, of_draws
-
-DRAWS = 100_000
+from fasterisnet.evaluation.intervals import Estimate, Groups, difference, paired_counts
 
 
 class Paired(NamedTuple):
@@ -38,29 +36,20 @@ class Seeds(NamedTuple):
 def compare(first: Tensor, second: Tensor, groups: Groups | None = None, *, seed: int = 0) -> Paired:
     """first, second: for every sample whether it was right. Only samples that one alone got right tell them apart.
 
-    Shares of the four outcomes have a flat Dirichlet prior; with groups, the interval is that of the bootstrap over
-    groups, and the probability that of a normal distribution with its spread.
+    The shares of what can happen have a flat Dirichlet prior; samples count for as many as their groups are worth.
     """
     if first.shape != second.shape or first.ndim != 1 or len(first) == 0:
         raise InputError(
             f"Two classifiers are compared on the same samples; they have {tuple(first.shape)}, {tuple(second.shape)}."
         )
+    from scipy.special import betainc
+
+    estimate, counts = difference(first, second, groups, seed=seed), paired_counts(first, second, groups)
+    assert estimate is not None and counts is not None
+    probability = float(betainc(counts[1] + 1, counts[0] + 1, 0.5))  # that Beta(first alone + 1, second + 1) > 1/2
     first, second = first.bool(), second.bool()
-    a, b, both = int((first & ~second).sum()), int((second & ~first).sum()), int((first & second).sum())
-    value = (a - b) / len(first)
-    if groups is None:
-        counts = np.array([a, b, both, len(first) - a - b - both]) + 1.0
-        drawn = np.random.default_rng(seed).dirichlet(counts, DRAWS)
-        estimate = of_draws(drawn[:, 0] - drawn[:, 1], value)
-        # P(Beta(a + 1, b + 1) > 1/2), as a sum of binomial chances
-        probability = math.fsum(_chances(a + b + 1)[: a + 1])
-    else:
-        found = average(first.double() - second.double(), groups, seed=seed)
-        assert found is not None
-        estimate = found
-        score = value / estimate.sd if estimate.sd > 0 else math.copysign(math.inf, value) if value else 0.0
-        probability = 0.5 * math.erfc(-score / math.sqrt(2))
-    return Paired(estimate, probability, mcnemar(a, b), a, b)
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    return Paired(estimate, probability, mcnemar(only_first, only_second), only_first, only_second)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -15,6 +15,7 @@ from fasterisnet.errors import InputError
 
 MASS = 0.95
 DRAWS = 2000
+PAIRED_DRAWS = 20_000
 Groups = Sequence[Hashable | None]
 Numbers = NDArray[np.float64]
 
@@ -53,10 +54,34 @@ def share(hits: Tensor | Sequence[bool], groups: Groups | None = None) -> Estima
     if not len(values):
         return None
     p = float(values.mean())
-    size = _effective_size(values, p, groups)
+    size = _effective_size(values, groups)
     a, b = 1 + p * size, 1 + (1 - p) * size
     low, high = _beta_interval(a, b)
     return Estimate(p, a / (a + b), float(np.sqrt(a * b / (a + b) ** 2 / (a + b + 1))), low, high)
+
+
+def difference(first: Tensor, second: Tensor, groups: Groups | None = None, *, seed: int = 0) -> Estimate | None:
+    """How much larger one share is than another of the same samples (1 or 0 each; NaN left out).
+
+    Only samples that differ tell: the shares of `first alone`, `second alone` and the rest have a flat Dirichlet prior.
+    """
+    counts = paired_counts(first, second, groups)
+    if counts is None:
+        return None
+    drawn = np.random.default_rng(seed).dirichlet(counts + 1, PAIRED_DRAWS)
+    return of_draws(drawn[:, 0] - drawn[:, 1], float((counts[0] - counts[1]) / counts.sum()))
+
+
+def paired_counts(first: Tensor, second: Tensor, groups: Groups | None = None) -> Numbers | None:
+    """Samples of `first alone`, `second alone` and the rest, as many as they are worth (see `share`)."""
+    steps = (first.double() - second.double()).numpy()
+    known = np.isfinite(steps)
+    if not known.any():
+        return None
+    chosen = None if groups is None else [g for g, kept in zip(groups, known.tolist(), strict=True) if kept]
+    steps = steps[known]
+    shares = np.array([(steps > 0).mean(), (steps < 0).mean(), (steps == 0).mean()])
+    return shares * _effective_size(steps, chosen)
 
 
 def average(values: Tensor | Sequence[float], groups: Groups | None = None, *, seed: int = 0) -> Estimate | None:
@@ -131,18 +156,19 @@ def as_json(content: Any) -> Any:
     return content
 
 
-def _effective_size(values: Numbers, p: float, groups: Groups | None) -> float:
+def _effective_size(values: Numbers, groups: Groups | None) -> float:
+    """The variance of independent samples over that of the mean, which is seen between the groups."""
     if groups is None:
         return len(values)
     names = _numbered(groups, len(values))
     count = int(names.max()) + 1
     if count == len(values):
         return len(values)
-    residuals = np.bincount(names, values - p)
+    residuals = np.bincount(names, values - values.mean())
     variance = count / max(count - 1, 1) * float((residuals**2).sum()) / len(values) ** 2
-    if p in (0.0, 1.0) or variance == 0:
+    if variance == 0:
         return count
-    return float(np.clip(p * (1 - p) / variance, 1, len(values)))
+    return float(np.clip(values.var() / variance, 1, len(values)))
 
 
 def _numbered(groups: Groups | None, count: int) -> NDArray[np.int64]:
