@@ -413,7 +413,7 @@ def outcome(changed: Estimate, pull: Estimate, influence: Estimate | None, accur
         (0.00, 0.00, 0.50, "uses the background"),
         (0.05, 0.00, 0.02, "undecided"),
         (0.00, 0.05, 0.02, "undecided"),
-        (0.00, 0.00, 0.15, "undecided"),
+        (0.00, 0.00, 0.20, "undecided"),
     ],
 )
 def test_every_sign_counts(changed: float, pull: float, influence: float, wanted: str) -> None:

@@ -41,7 +41,7 @@ from fasterisnet.evaluation.metrics import GOLDEN, classification_metrics, log_o
 from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.evaluation.reliability import reliability
 from fasterisnet.evaluation.subjects import Subject, known_classes, open_subject
-from fasterisnet.evaluation.verdict import decide
+from fasterisnet.evaluation.verdict import BOUND, FREE, TOLERANCE, decide
 from fasterisnet.writing import write_text
 
 CACHED = 400_000_000  # bytes of prepared images kept in memory
@@ -164,6 +164,7 @@ def audit(
         "models": [e.report for e in examined],
         "failed": failed,
         "comparisons": _comparisons(examined, groups),
+        "bounds": {"tolerance": TOLERANCE, "influence_free": FREE, "influence_bound": BOUND},
         "settings": settings.__dict__ | {"explainers": list(settings.explainers), "grouped": groups is not None},
         "versions": _versions(),
     }

@@ -15,8 +15,9 @@ from fasterisnet.data.base import Label, Samples
 from fasterisnet.data.preparing import Preparation
 from fasterisnet.evaluation.attention import decisions
 from fasterisnet.evaluation.causal import MODEL_ERRORS, TESTS, altered
-from fasterisnet.evaluation.explainers import EXPLAINERS, heatmaps
+from fasterisnet.evaluation.explainers import heatmaps
 from fasterisnet.evaluation.figures import overlay, with_outline
+from fasterisnet.evaluation.verdict import BOUND, FREE, TOLERANCE
 
 if TYPE_CHECKING:
     from fasterisnet.evaluation.audit import Examined
@@ -32,8 +33,9 @@ def page(content: dict[str, Any], examined: Sequence[Examined], samples: Samples
     environment = Environment(loader=PackageLoader("fasterisnet", "pages"), autoescape=True)
     environment.filters |= {"share": _share, "range": _range, "plain": _plain}
     gallery, left_out = _fitting(_gallery(examined, samples, content["classes"], shown))
+    bounds = [round(100 * bound) for bound in (TOLERANCE, FREE, BOUND)]
     return environment.get_template("audit.html").render(
-        audit=content, models=content["models"], gallery=gallery, left_out=left_out, tests=TESTS, explainers=EXPLAINERS
+        audit=content, models=content["models"], gallery=gallery, left_out=left_out, tests=TESTS, bounds=bounds
     )
 
 

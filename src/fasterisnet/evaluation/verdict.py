@@ -13,7 +13,7 @@ USES: Word = "uses the background"
 IGNORES: Word = "ignores the background"
 UNDECIDED: Word = "undecided"
 TOLERANCE = 0.05  # of the answers may change, or of the accuracy come, from the background
-FREE, BOUND = 0.1, 0.25  # the background's part in what moves the outputs: below, ignored; above, used
+FREE, BOUND = 0.15, 0.25  # the background's part in what moves the outputs: below, ignored; above, used
 
 
 class Verdict(NamedTuple):
