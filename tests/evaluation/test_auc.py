@@ -8,7 +8,10 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from fasterisnet.errors import InputError
+from fasterisnet.evaluation import auc
 from fasterisnet.evaluation.auc import delong, delong_difference, macro_auc
+from fasterisnet.evaluation.intervals import bootstrap
+from fasterisnet.evaluation.metrics import one_versus_one_auc
 
 # The example of DeLong, DeLong and Clarke-Pearson (1988), as in the SAS manual (PROC LOGISTIC, comparing ROC curves):
 # albumin, total protein, K-G score, and whether surgery helped.
@@ -92,6 +95,23 @@ def test_macro_auc_is_scikit_learns_and_lies_in_its_interval() -> None:
     wanted = roc_auc_score(truth, logits.softmax(1), multi_class="ovo", average="macro")
     assert found.value == pytest.approx(wanted, abs=1e-12)
     assert found.low < wanted < found.high and 0.005 < found.sd < 0.05
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 10**6])
+def test_macro_auc_resamples_all_at_once_what_could_be_done_one_by_one(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ties, a class that is rare and one that is not there."""
+    monkeypatch.setattr(auc, "AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(5)
+    truth = torch.randint(3, (40,), generator=generator)
+    truth[truth == 2] = 0
+    truth[0] = 2
+    logits = torch.randn(40, 4, generator=generator, dtype=torch.float64).round(decimals=0)
+    groups = [i // 2 for i in range(40)]
+    wanted = bootstrap(lambda i: float(one_versus_one_auc(logits[i], truth[i])), 40, groups, draws=30, seed=2)
+    found = macro_auc(logits, truth, groups, draws=30, seed=2)
+    assert found == pytest.approx(tuple(wanted), abs=1e-12)
 
 
 def test_groups_are_resampled_as_wholes() -> None:

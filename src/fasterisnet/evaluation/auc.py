@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasterisnet.errors import InputError
-from fasterisnet.evaluation.intervals import Estimate, Groups, bootstrap
-from fasterisnet.evaluation.metrics import one_versus_one_auc, share_above
+from fasterisnet.evaluation.intervals import Estimate, Groups, of_resamples, resamples
+from fasterisnet.evaluation.metrics import log_odds, one_versus_one_auc, share_above
 
+AT_ONCE = 1_000_000  # weights in memory
 Z = 1.959963984540054  # of 95 %
 
 
@@ -53,10 +55,29 @@ def macro_auc(
     logits: Tensor, truth: Tensor, groups: Groups | None = None, *, draws: int = 1000, seed: int = 0
 ) -> Estimate:
     """Hand and Till's area over pairs of classes; samples, or groups of them as wholes, are resampled."""
-    return bootstrap(
-        lambda chosen: float(one_versus_one_auc(logits[chosen], truth[chosen])), len(logits), groups,
-        draws=draws, seed=seed,
-    )  # fmt: skip
+    odds, count = log_odds(logits.double()).round(decimals=9), len(logits)
+    found: list[Tensor] = []
+    drawn = resamples(count, groups, draws, seed)
+    while weights := [torch.bincount(i, minlength=count) for i in islice(drawn, max(1, AT_ONCE // count))]:
+        found.append(_weighted(odds, truth, torch.stack(weights).double()))
+    areas = torch.cat(found).numpy()
+    return of_resamples(areas, float(one_versus_one_auc(logits, truth)))
+
+
+def _weighted(odds: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
+    """`one_versus_one_auc` of many resamples at once; weights: how often each sample is in each, (resample, sample)."""
+    count = odds.shape[1]
+    sizes = weights.new_zeros(len(weights), count).index_add_(1, truth, weights)
+    areas = weights.new_empty(len(weights), count, count)
+    for i in range(count):
+        values, place = odds[:, i].unique(return_inverse=True)
+        own = truth == i
+        mine = weights.new_zeros(len(weights), len(values)).index_add_(1, place[own], weights[:, own])
+        above = sizes[:, i : i + 1] - mine.cumsum(1) + mine / 2
+        beaten = weights.new_zeros(len(weights), count).index_add_(1, truth, above[:, place] * weights)
+        areas[:, i] = beaten / (sizes[:, i : i + 1] * sizes)
+    pairs = (areas + areas.transpose(1, 2))[:, ~torch.eye(count, dtype=torch.bool)] / 2
+    return pairs.nanmean(1)
 
 
 def _sd(positive: Tensor, negative: Tensor) -> float:

@@ -104,10 +104,7 @@ def ratio(parts: Tensor, wholes: Tensor, groups: Groups | None = None, *, seed: 
         chosen = generator.integers(0, len(below), (end - begin, len(below)))
         with np.errstate(invalid="ignore"):
             drawn[begin:end] = above[chosen].sum(1) / below[chosen].sum(1)
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.quantile(drawn, [(1 - MASS) / 2, (1 + MASS) / 2])
-    value = float(part[known].sum() / whole[known].sum())
-    return Estimate(value, float(drawn.mean()), float(drawn.std()), float(low), float(high))
+    return of_resamples(drawn, float(part[known].sum() / whole[known].sum()))
 
 
 def bootstrap(
@@ -119,8 +116,12 @@ def bootstrap(
     """
     if count < 1:
         raise InputError("There is no sample to resample.")
-    value = statistic(torch.arange(count))
     found = np.array([statistic(chosen) for chosen in resamples(count, groups, draws, seed)])
+    return of_resamples(found, statistic(torch.arange(count)))
+
+
+def of_resamples(found: Numbers, value: float) -> Estimate:
+    """What resamples say of a statistic: its percentile interval."""
     found = found[np.isfinite(found)]
     if not len(found):
         return Estimate(None, np.nan, np.nan, np.nan, np.nan)
