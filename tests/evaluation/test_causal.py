@@ -10,21 +10,18 @@ from torch import Tensor, nn
 
 from evaluation.scenes import constant_network, corner_reader, object_reader, random_network, scenes
 from fasterisnet.errors import InputError
-from fasterisnet.evaluation import causal
-from fasterisnet.evaluation.causal import (
-    Causal,
+from fasterisnet.evaluation.alterations import (
+    TESTS,
     Palette,
     altered,
-    ask,
     boxes_around,
-    careful,
     fill_in,
     grown,
     has_background,
-    judge,
     palette_of,
     partners,
 )
+from fasterisnet.evaluation.causal import Causal, ask, careful, judge
 from fasterisnet.evaluation.explainers import EXPLAINERS, heatmaps
 
 
@@ -254,7 +251,7 @@ def test_a_network_that_fails_on_some_images() -> None:
 
 def test_every_test_is_told_of() -> None:
     images, masks, palette = pair()
-    for name in causal.TESTS:
+    for name in TESTS:
         assert altered(name, images, masks, (images, masks), palette, [0, 1]).shape == images.shape
     with pytest.raises(InputError, match="no test 'mean'"):
         altered("mean", images, masks, (images, masks), palette)
