@@ -14,8 +14,9 @@ from torch import Tensor
 from fasterisnet.data.base import Samples, Source, Subset, readable_part
 from fasterisnet.data.preparing import Preparation
 from fasterisnet.errors import FasterISNetError, InputError, UsageError
+from fasterisnet.evaluation.causal import rights
 from fasterisnet.evaluation.comparison import compare
-from fasterisnet.evaluation.examining import Examined, Pictures, Settings, examine, groups_of, rights
+from fasterisnet.evaluation.examining import Examined, Pictures, Settings, examine, groups_of
 from fasterisnet.evaluation.intervals import Groups, as_json
 from fasterisnet.evaluation.subjects import Subject, known_classes, open_subject
 from fasterisnet.evaluation.verdict import BOUND, FREE, TOLERANCE

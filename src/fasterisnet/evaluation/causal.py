@@ -149,8 +149,8 @@ def judge(
     """The effects of all tests, with intervals; samples without an answer are left out."""
     truth = torch.tensor(labels)
     known = answers.original.isfinite().all(1)
-    right = {name: _right(logits, truth, multi_label) for name, logits in answers.tests.items()}
-    at_first = _right(answers.original, truth, multi_label)
+    right = {name: rights(logits, labels, multi_label) for name, logits in answers.tests.items()}
+    at_first = rights(answers.original, labels, multi_label)
     effects = {
         name: _effect(name, logits, answers, truth, at_first, right[name], groups, multi_label)
         for name, logits in answers.tests.items()
@@ -219,10 +219,10 @@ def _difference(right: dict[str, Tensor], first: str, second: str, groups: Group
     return difference(right[first], right[second], groups) if {first, second} <= right.keys() else None
 
 
-def _right(logits: Tensor, truth: Tensor, multi_label: bool) -> Tensor:
-    """1 or 0; NaN without an answer."""
-    found = decisions(logits, multi_label)
-    hit = (found == (truth >= 0.5)).all(1) if multi_label else found == truth
+def rights(logits: Tensor, labels: Sequence[Label], multi_label: bool) -> Tensor:
+    """Whether each sample was answered rightly, 1 or 0; NaN without an answer."""
+    truth, said = torch.tensor(labels), decisions(logits, multi_label)
+    hit = (said == (truth >= 0.5)).all(1) if multi_label else said == truth
     return hit.double().where(logits.isfinite().all(1), torch.nan)
 
 

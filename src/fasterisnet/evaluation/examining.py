@@ -28,6 +28,7 @@ from fasterisnet.evaluation.causal import (
     ask,
     careful,
     judge,
+    rights,
 )
 from fasterisnet.evaluation.explainers import DEFAULT, EXPLAINERS, heatmaps, trained_with
 from fasterisnet.evaluation.intervals import Estimate, Groups, average, share
@@ -327,13 +328,6 @@ def _breakdown(
         kind, name, worst = min(rows, key=lambda r: r[2]["accuracy"].value)
         found["worst_group"] = {"kind": kind, "name": name, **worst}
     return found
-
-
-def rights(logits: Tensor, labels: Sequence[Label], multi_label: bool) -> Tensor:
-    """1 or 0 for every sample; NaN without an answer."""
-    truth, said = torch.tensor(labels), decisions(logits, multi_label)
-    hit = (said == (truth >= 0.5)).all(1) if multi_label else said == truth
-    return hit.double().where(logits.isfinite().all(1), torch.nan)
 
 
 def _check_width(subject: Subject, width: int, classes: Sequence[str], multi_label: bool) -> None:
