@@ -1,4 +1,4 @@
-"""The command line: `fasterisnet train | evaluate | explain | export | data check | benchmark | demo`.
+"""The command line: `fasterisnet train | evaluate | explain | audit | export | data check | benchmark | demo`.
 
 Exit codes: 0 done, 1 the work failed, 2 wrong usage.
 """
@@ -68,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", metavar="CLASS", help="class to explain (default: the most likely one)")
     p.add_argument("--masks", metavar="DIR", help="folder of masks with the images' names, drawn as outlines")
     p.add_argument("--rule", default="epsilon", choices=("epsilon", "zplus", "gradient"))
+
+    _add_audit(commands)
 
     p = _command(
         commands, "export", "Write the trained network alone, for use without this package.",
@@ -242,6 +244,51 @@ def _explain(options: argparse.Namespace) -> int:
         rule=options.rule, trust=options.trust,
     ):  # fmt: skip
         print(path)
+    return DONE
+
+
+def _add_audit(commands: Any) -> None:
+    p = _command(
+        commands, "audit", "Does a classifier look at the background? Tests that need no heatmap, on one page.",
+        "  fasterisnet audit runs/mine --data DIR --split test --against runs/standard --out audit\n"
+        "  fasterisnet audit resnet50@weights.pt --data DIR --mean 0.485 0.456 0.406 --std 0.229 0.224 0.225", _audit,
+    )  # fmt: skip
+    p.add_argument("models", metavar="MODEL", nargs="+", help="run folder, NAME@WEIGHTS, FILE.onnx or module:function")
+    p.add_argument("--data", required=True, help="folder, manifest or benchmark")
+    p.add_argument("--split", help="split to test on (default: test, or the first test split)")
+    p.add_argument("--against", metavar="MODEL", action="append", default=[], help="another beside it; may be repeated")
+    p.add_argument("--out", metavar="DIR", default="audit", help="for audit.html and audit.json (default: %(default)s)")
+    p.add_argument("--trust", action="store_true", help="import a model that is named as package.module:function")
+    p.add_argument("--limit", type=_count, default=1000, help="images at most (default: %(default)s)")
+    p.add_argument("--explained", type=_amount, default=200, help="of them, with heatmaps (default: %(default)s)")
+    p.add_argument(
+        "--explainer", action="append", help="epsilon, zplus, gradient, integrated or occlusion; may be repeated"
+    )
+    p.add_argument("--batch", type=_count, default=32)
+    p.add_argument("--seed", type=_amount, default=0)
+    for_others = p.add_argument_group("how images become input, for models that are no runs")
+    for_others.add_argument("--size", type=_count, default=224, help="pixels of the square (default: %(default)s)")
+    for_others.add_argument("--channels", type=_count, default=3)
+    for_others.add_argument("--mean", type=float, nargs="+", default=[], help="normalisation (default: none)")
+    for_others.add_argument("--std", type=float, nargs="+", default=[])
+    for_others.add_argument("--fit", default="stretch", choices=("stretch", "pad"))
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from fasterisnet.data.preparing import Preparation
+    from fasterisnet.evaluation.audit import Settings, audit
+    from fasterisnet.evaluation.explainers import DEFAULT
+
+    settings = Settings(
+        options.limit, options.explained, explainers=tuple(options.explainer or DEFAULT), batch=options.batch,
+        seed=options.seed,
+    )  # fmt: skip
+    prepare = Preparation(options.size, options.channels, tuple(options.mean), tuple(options.std), options.fit)
+    audit(
+        [*options.models, *options.against], options.data, options.out, split=options.split, prepare=prepare,
+        trust=options.trust, settings=settings, say=print,
+    )  # fmt: skip
+    print(f"The page: {Path(options.out) / 'audit.html'}   the numbers: {Path(options.out) / 'audit.json'}")
     return DONE
 
 

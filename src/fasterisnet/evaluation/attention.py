@@ -1,4 +1,4 @@
-"""Where a classifier looks, measured: relevance in the background, and decisions that change with it.
+"""Where a classifier looks, measured on heatmaps of any kind: how much of one lies in the background.
 
 Maps and images are (sample, channel, space...), masks the same or (sample, space...), 1 = foreground. A sample whose
 mask is empty has no known background: its value is NaN, or it is left out.
@@ -6,9 +6,8 @@ mask is empty has no known background: its value is NaN, or it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +15,6 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError
 from fasterisnet.losses import has_foreground, prepare_masks
 from fasterisnet.lrp.small_maps import SmallMaps
-
-Fill = float | Sequence[float] | Tensor | None
-
-
-class Change(NamedTuple):
-    """What another background does: mean absolute change of a logit, share of decisions that changed, over how many
-    samples (those with a mask).
-    """
-
-    logits: float
-    decisions: float
-    samples: int
 
 
 def background_mass(maps: Tensor, masks: Tensor) -> Tensor:
@@ -47,37 +34,21 @@ def highest_pixel_inside(maps: Tensor, masks: Tensor) -> Tensor:
     return _where_masked(inside.where(total.isfinite() & (total > 0), torch.nan), mask)
 
 
-def change_when_background_erased(
-    model: nn.Module, images: Tensor, masks: Tensor, *, fill: Fill = None, multi_label: bool = False
-) -> Change:
-    """Every background replaced by one colour: `fill` (a number, or one a channel), or the mean of all backgrounds."""
+def rank_accuracy(maps: Tensor, masks: Tensor) -> Tensor:
+    """Of the strongest pixels, as many as the mask has, the share inside the mask; NaN as in `background_mass`."""
+    mask = _mask(masks, maps).any(1).flatten(1)
+    pixels = maps.detach().double().abs().sum(1).flatten(1)
+    order = pixels.argsort(dim=1, descending=True, stable=True)
+    counted = torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
+    inside = (mask.gather(1, order) & counted).sum(1) / mask.sum(1)
+    total = pixels.sum(1)
+    return _where_masked(inside.double().where(total.isfinite() & (total > 0), torch.nan), mask)
 
-    def erased(kept: Tensor, mask: Tensor) -> Tensor:
-        colour = _mean_background(kept, mask, together=True) if fill is None else _colour(fill, kept)
-        return torch.where(mask, kept, colour)
 
-    return _change(model, images, masks, erased, multi_label)
-
-
-def change_when_background_swapped(
-    model: nn.Module, images: Tensor, masks: Tensor, *, seed: int = 0, multi_label: bool = False
-) -> Change:
-    """Every sample before the background of another sample of the batch, drawn at random.
-
-    Where the other sample's own foreground would show, it is covered with the mean colour of its background. Give
-    shuffled batches: among samples of one class, backgrounds that give the class away are swapped for their like.
-    """
-
-    def swapped(kept: Tensor, mask: Tensor) -> Tensor:
-        if len(kept) < 2:
-            raise InputError(f"Backgrounds can be swapped among two samples with a mask or more; there is {len(kept)}.")
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed)).to(kept.device)
-        other = torch.empty_like(order)
-        other[order] = order.roll(1)
-        backgrounds = torch.where(mask, _mean_background(kept, mask, together=False), kept)
-        return torch.where(mask, kept, backgrounds[other])
-
-    return _change(model, images, masks, swapped, multi_label)
+def background_area(masks: Tensor, shape: Sequence[int]) -> Tensor:
+    """The background's share of the pixels: the mass that a map indifferent to the object would have there."""
+    mask = prepare_masks(masks, tuple(shape)).any(1)
+    return _where_masked((~mask).flatten(1).double().mean(1), mask.unsqueeze(1))
 
 
 @contextmanager
@@ -108,35 +79,6 @@ def decisions(logits: Tensor, multi_label: bool = False) -> Tensor:
     if multi_label:
         return logits > 0
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(1)
-
-
-@torch.no_grad()
-def _change(
-    model: nn.Module, images: Tensor, masks: Tensor, altered: Callable[[Tensor, Tensor], Tensor], multi_label: bool
-) -> Change:
-    mask = _mask(masks, images)
-    known = has_foreground(mask)
-    kept, mask = images[known], mask[known]
-    if len(kept) == 0:
-        raise InputError("None of the images has a mask, so nothing is known to be background.")
-    with evaluating(model):
-        before, after = logits_of(model, kept), logits_of(model, altered(kept, mask))
-    changed = (decisions(before, multi_label) != decisions(after, multi_label)).reshape(len(kept), -1).any(1)
-    return Change(float((after - before).abs().double().mean()), float(changed.double().mean()), len(kept))
-
-
-def _mean_background(images: Tensor, mask: Tensor, *, together: bool) -> Tensor:
-    """The mean colour outside the masks, of all samples together or of each; 0 where there is no background."""
-    dims = (0, *range(2, images.ndim)) if together else tuple(range(2, images.ndim))
-    outside = (~mask).expand_as(images)
-    return (images * outside).sum(dims, keepdim=True) / outside.sum(dims, keepdim=True).clamp(min=1)
-
-
-def _colour(fill: float | Sequence[float] | Tensor, images: Tensor) -> Tensor:
-    colour = torch.as_tensor(fill, dtype=images.dtype, device=images.device).flatten()
-    if colour.numel() not in (1, images.shape[1]):
-        raise InputError(f"fill has {colour.numel()} numbers for images of {images.shape[1]} channels.")
-    return colour.view(1, -1, *[1] * (images.ndim - 2))
 
 
 def _mask(masks: Tensor, maps: Tensor) -> Tensor:

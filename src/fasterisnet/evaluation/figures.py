@@ -65,7 +65,7 @@ def heatmap_figure(
     _check(images, maps, titles)
     outlined = None if masks is None else prepare_masks(masks, images.shape[2:])
     pictures = [
-        [_with_outline(image, None if outlined is None else outlined[i])]
+        [with_outline(image, None if outlined is None else outlined[i])]
         + [overlay(image, m[i], None if outlined is None else outlined[i], bound=bound) for m in maps.values()]
         for i, image in enumerate(images)
     ]
@@ -238,7 +238,8 @@ def _outline(mask: Tensor) -> Tensor:
     return (grown > 0) & ~mask
 
 
-def _with_outline(image: Tensor, mask: Tensor | None) -> Tensor:
+def with_outline(image: Tensor, mask: Tensor | None) -> Tensor:
+    """The image itself, uint8 (3, height, width), with the border of the mask in green; tiny images are enlarged."""
     picture = _enlarged(_rgb(image))
     if mask is not None:
         picture = torch.where(_outline(_enlarged(_one_mask(mask, image))), torch.tensor(OUTLINE).view(3, 1, 1), picture)

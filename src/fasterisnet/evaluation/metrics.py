@@ -108,7 +108,7 @@ def one_versus_one_auc(logits: Tensor, truth: Tensor) -> Tensor:
     areas = torch.full((count, count), torch.nan, dtype=torch.float64)
     for i in range(count):
         if sizes[i] > 0:
-            beaten = _share_above(odds[:, i], odds[truth == i, i])
+            beaten = share_above(odds[:, i], odds[truth == i, i])
             areas[i] = torch.zeros(count, dtype=torch.float64).index_add_(0, truth, beaten) / sizes
     pairs = (areas + areas.T)[~torch.eye(count, dtype=torch.bool)] / 2
     return pairs.nanmean()
@@ -116,7 +116,7 @@ def one_versus_one_auc(logits: Tensor, truth: Tensor) -> Tensor:
 
 def binary_auc(scores: Tensor, truth: Tensor) -> Tensor:
     """The chance that a positive sample has a higher score than a negative one; NaN if either kind is missing."""
-    return _share_above(scores[~truth].double(), scores[truth].double()).mean()
+    return share_above(scores[~truth].double(), scores[truth].double()).mean()
 
 
 def log_odds(logits: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def log_odds(logits: Tensor) -> Tensor:
     return (log_p - torch.log1p(-log_p.exp())).scatter(1, top, logits.gather(1, top) - others)
 
 
-def _share_above(scores: Tensor, reference: Tensor) -> Tensor:
+def share_above(scores: Tensor, reference: Tensor) -> Tensor:
     """For each score the share of the reference above it, equals counted half."""
     ordered, scores = reference.sort().values, scores.contiguous()
     below = torch.searchsorted(ordered, scores) + torch.searchsorted(ordered, scores, right=True)

@@ -1,0 +1,153 @@
+"""Whom an audit is about: a run, a named network with its weights, an ONNX file or a function that returns one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasterisnet.data.preparing import Preparation
+from fasterisnet.errors import InputError, UsageError
+from fasterisnet.evaluation.attention import logits_of
+from fasterisnet.models import build_model, load_weights
+
+KINDS = (
+    "a run folder, NAME@FILE (a network of torchvision or timm and its weights), a file.onnx, or "
+    "package.module:function (maybe with @FILE) together with --trust"
+)
+
+
+@dataclass
+class Subject:
+    """A classifier that can be asked; `model` is None if it cannot be explained from the inside."""
+
+    name: str
+    kind: str
+    predict: Callable[[Tensor], Tensor]
+    prepare: Preparation
+    model: nn.Module | None = None
+    box: tuple[Any, Any] | None = None
+    classes: list[str] | None = None
+    multi_label: bool = False
+    method: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def known_classes(text: str) -> tuple[list[str], bool] | None:
+    """The classes that a run was trained on, and whether it has several labels an image; None of anything else."""
+    if not _is_run(text):
+        return None
+    from fasterisnet.training.run import Run
+
+    card = Run(text).load_weights()[1]
+    return card.classes, card.multi_label
+
+
+def open_subject(text: str, classes: int, *, prepare: Preparation | None = None, trust: bool = False) -> Subject:
+    """The classifier that a text names. classes: how many the data has; prepare: how images become its input, which
+    only runs know themselves.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if _is_run(text):
+        return _run(text, device, trust)
+    if text.lower().endswith(".onnx"):
+        return _onnx(text, prepare or Preparation())
+    name, at, file = text.partition("@")
+    code = ":" in name and not name.startswith(("torchvision:", "timm:"))
+    if Path(text).exists():
+        raise UsageError(f"{text} is no run folder (it has no best.safetensors). A model is {KINDS}.")
+    if code and not trust:
+        raise UsageError(f"'{name}' names code that would be imported and called; if you trust it, say --trust.")
+    if not code and not at:
+        raise UsageError(f"'{text}' has no weights, so there is nothing to audit. A model is {KINDS}.")
+    prepare = prepare or Preparation()
+    model = build_model(name, classes, channels=prepare.channels)
+    if at:
+        _load(model, name, file)
+    shown = f"{name}@{Path(file).name}" if at else name
+    return _module(Subject(shown, "function" if code else "network", logits_of_nothing, prepare), model, device)
+
+
+def logits_of_nothing(_: Tensor) -> Tensor:
+    """Stands for a network that is not there yet."""
+    raise InputError("There is no network.")
+
+
+def _run(text: str, device: torch.device, trust: bool) -> Subject:
+    from fasterisnet.training.run import Run
+
+    model, card = Run(text).load_model(trust=trust)
+    prepare = replace(card.prepare, augmentation="none")
+    facts = {"network": card.model, "epoch": card.epoch}
+    name = Path(text).resolve().name
+    subject = Subject(
+        name, "run", logits_of_nothing, prepare, None, card.box, card.classes, card.multi_label, card.method, facts
+    )
+    return _module(subject, model, device)
+
+
+def _module(subject: Subject, model: nn.Module, device: torch.device) -> Subject:
+    model = model.to(device).eval()
+
+    @torch.no_grad()
+    def predict(images: Tensor) -> Tensor:
+        return logits_of(model, images.to(device))
+
+    return replace(subject, model=model, predict=predict)
+
+
+def _onnx(text: str, prepare: Preparation) -> Subject:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UsageError("An ONNX file needs the package onnxruntime: pip install 'fasterisnet[export]'.") from error
+    if not Path(text).is_file():
+        raise UsageError(f"{text} is not a file.")
+    try:
+        session = onnxruntime.InferenceSession(text, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its kinds of errors have no common base but this
+        raise InputError(f"{text} cannot be read as ONNX: {str(error)[:200]}") from error
+    wanted = session.get_inputs()[0]
+    if len(session.get_inputs()) != 1 or len(wanted.shape) != 4:
+        raise InputError(f"{text} has to take one input (sample, channel, height, width); it takes {wanted.shape}.")
+    batch, channels, height, width = (n if isinstance(n, int) and n > 0 else None for n in wanted.shape)
+    if height != width:
+        raise InputError(f"{text} takes images of {width} x {height} pixels; images are prepared as squares.")
+    changes = {k: v for k, v in (("channels", channels), ("size", height)) if v is not None}
+    if changes.get("channels", prepare.channels) != prepare.channels:
+        changes |= {"mean": (), "std": ()}
+
+    def predict(images: Tensor) -> Tensor:
+        parts = images.split(batch or len(images))
+        outputs = []
+        for part in parts:
+            missing = (batch or len(part)) - len(part)
+            given = torch.cat([part, part[-1:].expand(missing, -1, -1, -1)]) if missing else part
+            found = session.run(None, {wanted.name: given.numpy()})[0]
+            outputs.append(torch.as_tensor(found)[: len(part)])
+        return torch.cat(outputs)
+
+    return Subject(Path(text).name, "onnx", predict, replace(prepare, **changes))
+
+
+def _load(model: nn.Module, name: str, file: str) -> None:
+    """Weights for every layer, or none: an audit of layers that were never trained says nothing."""
+    if not Path(file).is_file():
+        raise UsageError(f"{file} is not a file of weights.")
+    done = load_weights(model, file)
+    if done.left:
+        raise InputError(
+            f"{file} has no weights, or some of another shape, for {len(done.left)} tensors of '{name}' with as many "
+            f"classes as the data has: {', '.join(done.left[:4])}. Audit it on data of its own classes."
+        )
+    if done.unused:
+        warnings.warn(f"{file}: not in the model: {', '.join(done.unused[:8])}.", stacklevel=2)
+
+
+def _is_run(text: str) -> bool:
+    return (Path(text) / "best.safetensors").is_file() or (Path(text) / "config.yaml").is_file()
