@@ -92,7 +92,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
     ),
     "class numbers": (
         lambda d: save(d / "masks/val/dog/0.png", SHAPE // 85),
-        {"gray": 1, "empty": 1},
+        {"labels": 1},
         "masks/val/dog/0.png",
     ),
     "class never trained": (
@@ -106,10 +106,15 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         {"duplicate": 1},
         "train/cat/0.png",
     ),
-    "duplicate within a split": (
-        lambda d: (d / "train/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
+    "duplicate within a class": (
+        lambda d: (d / "train/cat/1.png").write_bytes((d / "train/cat/0.png").read_bytes()),
         {},
         "",
+    ),
+    "same file under two classes": (
+        lambda d: (d / "train/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
+        {"two classes": 1},
+        "train/cat/0.png",
     ),
     "no train": (
         lambda d: (d / "train").rename(d / "training"),
@@ -239,7 +244,7 @@ def test_a_manifest_with_every_problem(tmp_path: Path) -> None:
         "image,split,label,mask,patient,x,y,w,h",
         "i0.png,train,cat,m.png,p0,,,,",
         "i1.png,train,dog,m.png,p1,,,,",
-        "i1.png,train,cat,m.png,p1,,,,",  # listed twice
+        "i1.png,train,cat,m.png,p1,,,,",  # another label
         "i2.png,test,cat,m.png,p1,,,,",  # patient in train
         "i3.png,test,owl,m.png,p3,,,,",  # class not in train, and test has no dog
         "gone.png,train,cat,m.png,p4,,,,",
@@ -262,7 +267,7 @@ def test_a_manifest_with_every_problem(tmp_path: Path) -> None:
         "group": 1,
         "not trained": 1,
         "not tested": 1,
-        "repeated": 1,
+        "two labels": 1,
         "no split": 1,
     }
     assert "line 9: has no label" in row(report, "label").examples[0]

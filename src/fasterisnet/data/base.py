@@ -54,6 +54,12 @@ class Source:
         return self.splits[name]
 
 
+def has_mask(samples: Samples, index: int) -> bool:
+    """Whether a sample should have a mask, as far as its split can tell without decoding; those that cannot, have."""
+    told = getattr(samples, "has_mask", None)
+    return True if told is None else bool(told(index))
+
+
 class Subset:
     """Some of the samples of a split."""
 
@@ -78,6 +84,10 @@ class Subset:
     def group(self, index: int) -> str | None:
         """Whom it belongs to."""
         return self.samples.group(self.chosen[index])
+
+    def has_mask(self, index: int) -> bool:
+        """Whether it should have a mask."""
+        return has_mask(self.samples, self.chosen[index])
 
 
 def readable_part(samples: Samples, workers: int = 1) -> tuple[Samples, list[str]]:
@@ -108,6 +118,10 @@ class FewerMasks(Subset):
         """The sample as it is stored, its mask only if it belongs to the share."""
         reading = super().read(index)
         return reading if index in self.masked else reading._replace(mask=None)
+
+    def has_mask(self, index: int) -> bool:
+        """Whether it should have a mask and belongs to the share."""
+        return index in self.masked and super().has_mask(index)
 
 
 def hold_out(samples: Samples, share: float, seed: int) -> tuple[Subset, Subset]:

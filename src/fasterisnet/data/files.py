@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
-from fasterisnet.data.decoding import decode_image, decode_mask, readable
+from fasterisnet.data.decoding import decode_image, readable
+from fasterisnet.data.masks import thresholded
 from fasterisnet.errors import InputError
 
 
@@ -74,7 +75,7 @@ class Files:
 
     def mask(self, name: str, image: Tensor) -> Tensor:
         """The mask of an image as bool (1, height, width); what is half white or more counts."""
-        mask = decode_mask(self.read(name), self.where(name)).foreground
+        mask = thresholded(self.read(name), self.where(name))
         if mask.shape[1:] != image.shape[1:]:
             height, width = mask.shape[1:]
             raise BadImageError(

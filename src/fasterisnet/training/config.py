@@ -122,6 +122,31 @@ def ranges(value: Any) -> str | list[float] | None:
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
 
 
+def labels(value: Any) -> list[int]:
+    """Numbers of labels."""
+    if value in (None, "", []):
+        return []
+    from fasterisnet.data.sources import read_foreground
+
+    try:
+        return list(read_foreground(value))
+    except (TypeError, ValueError):
+        raise ValueError("the numbers of labels, like 1,2") from None
+
+
+def window(value: Any) -> str | list[float] | None:
+    """Two numbers, auto or nothing."""
+    if value is None:
+        return None
+    from fasterisnet.data.sources import read_window
+
+    try:
+        found = read_window(value)
+    except (TypeError, ValueError):
+        raise ValueError("low,high with low below high, or auto") from None
+    return found if isinstance(found, str) else list(found)
+
+
 def pretrained(value: Any) -> bool | str:
     """True, false or a file."""
     if isinstance(value, bool | str):
@@ -188,6 +213,11 @@ class Config:
     fit: str = _option("stretch", one_of("stretch", "pad"), "images that are not square: stretch or pad", rare=True)
     equalise: bool = _option(False, switch, "histogram equalisation", rare=True)
     augmentation: str = _option("none", one_of("none", "flip", "crop", "xray"), "none, flip, crop or xray")
+    foreground: list[int] = _option([], labels, "labels that are the object, if masks are label maps: 1,2")
+    window: Any = _option(None, window, "what of more than 8 bits is black and white: low,high or auto")
+    allow_missing_masks: bool = _option(
+        False, switch, "train with a heatmap method though more than half of the masks are missing", rare=True
+    )
     refine_boxes: bool = _option(False, switch, "GrabCut inside boxes given instead of masks", rare=True)
     on_bad_image: str = _option(
         "stop", one_of("stop", "skip"), "an image that cannot be read: stop, or skip it", rare=True

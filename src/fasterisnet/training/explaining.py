@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from fasterisnet.data.decoding import is_image_name, read_image, read_mask
+from fasterisnet.data.decoding import is_image_name, stem_of
+from fasterisnet.data.reading import Reader
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.relevance.explain import explain
@@ -32,13 +33,15 @@ def explain_files(
         if not path.is_file():
             raise UsageError(f"{path} is not an image file.")
     networks = [(Path(run).name, *Run(run).load_model(trust=trust)) for run in runs]
+    first = Run(runs[0])
+    reader = Reader(tuple(first.config.foreground) if first.path("config.yaml").is_file() else ())
     taken: set[str] = set()
     written = []
     for path in paths:
-        image, mask = read_image(path), _mask_of(path, masks)
+        mask = _mask_of(path, masks, reader)
         maps, texts, shown = {}, [], None
         for name, model, card in networks:
-            prepared, outline = card.prepare(image, mask)
+            prepared, outline = card.prepare(Reader(window=card.prepare.window).image(path), mask)
             batch = prepared.unsqueeze(0)
             with torch.no_grad():
                 logits = model(batch)[0]
@@ -59,13 +62,14 @@ def explain_files(
     return written
 
 
-def _mask_of(image: Path, masks: str | Path | None) -> torch.Tensor | None:
+def _mask_of(image: Path, masks: str | Path | None, reader: Reader) -> torch.Tensor | None:
     if masks is None:
         return None
     if not Path(masks).is_dir():
         raise UsageError(f"{masks} is not a folder of masks.")
-    found = sorted(p for p in Path(masks).iterdir() if p.stem == image.stem and is_image_name(p.name))
-    return read_mask(found[0]) if found else None
+    stem = stem_of(image.name)
+    found = sorted(p for p in Path(masks).iterdir() if is_image_name(p.name) and stem_of(p.name) == stem)
+    return reader.mask(found[0]).clear(found[0]) if found else None
 
 
 def _index(target: str, classes: list[str]) -> int:

@@ -42,7 +42,8 @@ def build_method(config: Config, preparation: Preparation) -> ISNet | Standard:
 
 def preparation_of(config: Config) -> Preparation:
     """How images become network input in this run."""
+    window = tuple(config.window) if isinstance(config.window, list) else config.window
     return Preparation(
         config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
-        config.augmentation,  # pyright: ignore[reportArgumentType]
+        config.augmentation, window,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
