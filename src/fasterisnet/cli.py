@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ def _command(commands: Any, name: str, does: str, example: str, work: Any) -> ar
         name, help=does, description=does, epilog=f"example:\n{example}", formatter_class=_Help, allow_abbrev=False
     )
     p.set_defaults(work=work, parser=p)
+    p._negative_number_matcher = re.compile(r"-\d[\d.,e+-]*$")  # --window -1000,400 is a value, not an option
     return p
 
 
@@ -87,7 +89,9 @@ def parser() -> argparse.ArgumentParser:
         inner, "check", "Find what is wrong with images, masks, classes and splits before a training does.",
         "  fasterisnet data check DIR", _check_data,
     )  # fmt: skip
-    p.add_argument("data", metavar="DIR", help="folder or CSV manifest")
+    p.add_argument("data", metavar="DIR", help="folder, CSV manifest, xray:DIR, dogs:DIR or mnist[:DIR]")
+    p.add_argument("--foreground", metavar="X", help="labels that are the object, if masks are label maps: 1,2")
+    p.add_argument("--window", metavar="X", help="what of more than 8 bits is black and white: low,high or auto")
     p.add_argument("--workers", type=_amount, default=2)
 
     _add_benchmark(commands)
@@ -124,7 +128,7 @@ def _amount(text: str) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    from fasterisnet.training.config import Config
+    from fasterisnet.training.config import Config, pretrained, switch
 
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
@@ -146,7 +150,8 @@ def _add_train(commands: Any) -> None:
             and option.name != "method"
         ):
             shown = f"{shown} ({option.default})"
-        p.add_argument(flag, metavar="X", help=shown, default=argparse.SUPPRESS, dest=f"option_{option.name}")
+        alone: Any = {"nargs": "?", "const": "true"} if option.metadata["check"] in (switch, pretrained) else {}
+        p.add_argument(flag, metavar="X", help=shown, default=argparse.SUPPRESS, dest=f"option_{option.name}", **alone)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -209,8 +214,9 @@ def _evaluate(options: argparse.Namespace) -> int:
     config = run.config
     model, card = run.load_model(trust=options.trust)
     data = options.data or config.data
-    refine = {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
-    source = open_source(data, seed=config.seed, **own_classes(data, card), **refine)
+    own = {"foreground": config.foreground or None, "window": card.prepare.window} if is_own(data) else {}
+    own |= {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
+    source = open_source(data, seed=config.seed, **own_classes(data, card), **own)
     check_classes(card, source)
     names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
     if not names:
@@ -262,10 +268,13 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check_data(options: argparse.Namespace) -> int:
     from fasterisnet.data.check import check_data
+    from fasterisnet.data.sources import is_own, parts_of
 
-    if not Path(options.data).exists():
+    if is_own(options.data) and not Path(parts_of(options.data)[0]).expanduser().exists():
         raise UsageError(f"{options.data} does not exist.")
-    report = check_data(options.data, workers=max(options.workers, 1))
+    report = check_data(
+        options.data, foreground=options.foreground, window=options.window, workers=max(options.workers, 1)
+    )
     print(report)
     return FAILED if report.fatal else DONE
 

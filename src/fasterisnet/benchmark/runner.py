@@ -14,12 +14,12 @@ from fasterisnet.benchmark.pictures import save_maps
 from fasterisnet.benchmark.recipe import Recipe, change
 from fasterisnet.benchmark.results import difference, finished, read_result
 from fasterisnet.benchmark.tables import write_tables
-from fasterisnet.data.sources import open_source
 from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.training.config import Config
 from fasterisnet.training.launching import is_first_process
 from fasterisnet.training.loop import train
 from fasterisnet.training.run import Run
+from fasterisnet.training.splits import source_of
 from fasterisnet.training.watching import Terminal
 from fasterisnet.writing import write_text
 
@@ -47,7 +47,7 @@ def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: st
 
 def _write_result(run: Run, config: Config, result: Path, command: str, shown: str) -> None:
     """The maps first: a run with a result file is finished."""
-    source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
+    source = source_of(config)
     try:
         save_maps(run, source.split(shown), result.with_suffix(".safetensors"))
     except FasterISNetError as error:

@@ -54,6 +54,15 @@ class Source:
         return self.splits[name]
 
 
+def present(samples: Samples, classes: int) -> set[int]:
+    """The classes that samples have, by number."""
+    found: set[int] = set()
+    for i in range(len(samples)):
+        label = samples.label(i)
+        found |= {label} if isinstance(label, int) else {k for k in range(classes) if label[k]}
+    return found
+
+
 def has_mask(samples: Samples, index: int) -> bool:
     """Whether a sample should have a mask, as far as its split can tell without decoding; those that cannot, have."""
     told = getattr(samples, "has_mask", None)

@@ -141,9 +141,10 @@ def _outline(stored: Any, where: str) -> Polygons | Runs | None:
     pycocotools()
     if isinstance(stored, list) and all(_is_polygon(polygon) for polygon in stored):
         return tuple(tuple(map(float, polygon)) for polygon in stored)
-    size = stored.get("size") if isinstance(stored, dict) else None
+    runs: dict[str, Any] = stored if isinstance(stored, dict) else {}
+    size = runs.get("size")
     if isinstance(size, list) and len(size) == 2 and all(type(side) is int and 0 < side <= 65535 for side in size):
-        counts = stored.get("counts")
+        counts = runs.get("counts")
         if isinstance(counts, str) and counts.isascii():
             counts = _unpacked(counts)
         if (

@@ -15,17 +15,18 @@ import os
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from fasterisnet.data.base import Samples, Source, has_mask
 from fasterisnet.data.decoding import Window, readable
 from fasterisnet.data.examining import Counts, about_files, about_lists, about_samples
 from fasterisnet.data.folder import NO_TRAIN, AnyPath, Columns, Finding, Listing, list_data
 from fasterisnet.data.manifest import Record
 from fasterisnet.data.reading import Reader
 from fasterisnet.data.sources import is_own, open_source, own_arguments
-from fasterisnet.errors import InputError
+from fasterisnet.errors import InputError, UsageError
 
 Severity = Literal["fatal", "warning"]
 EXAMPLES = 3
@@ -142,22 +143,25 @@ def check_data(
     *,
     columns: Columns | None = None,
     boxes: AnyPath | None = None,
-    foreground: Sequence[int] = (),
-    window: Window | None = None,
+    foreground: Sequence[int] | str | None = None,
+    window: Window | str | None = None,
     workers: int | None = None,
     seed: int = 0,
+    decode: bool = True,
 ) -> Report:
     """Reads every file of a data set and reports what is wrong with it; raises nothing for what it finds there.
 
     data: whatever `open_source` opens. The other arguments are those of `open_folder`, for data of one's own; workers:
-    threads that decode, one for each processor if None.
+    threads that decode, one for each processor if None. decode: False is for a data set known by name, of which only
+    the lists are looked at then.
     """
     workers = os.cpu_count() or 1 if workers is None else workers
     if workers < 1:
         raise InputError(f"workers is {workers}; at least one has to do the reading.")
     counts = Counts()
+    about: Iterable[Finding]
+    given = {"boxes": boxes, "foreground": foreground or None, "window": window or None}
     if is_own(data):
-        given = {"boxes": boxes, "foreground": foreground or None, "window": window}
         path, options = own_arguments(data, given)
         reader = Reader(options.get("foreground", ()), options.get("window"))
         try:
@@ -166,7 +170,18 @@ def check_data(
             listing = _unopened(path, error)
         about = about_files(listing, reader, workers, counts, EXAMPLES)
     else:
-        listing, about = _of_source(data, seed, workers, counts)
+        try:
+            source = open_source(os.fspath(data), seed=seed, **given)
+        except UsageError:
+            raise
+        except InputError as error:
+            listing, about = _unopened(data, error), ()
+        else:
+            listing, places = _of_source(data, source)
+            about = about_samples(listing, places, workers, counts) if decode else ()
+            if not decode:
+                kept = (record for record, place in zip(listing.records, places, strict=True) if has_mask(*place))
+                counts.masks.update(record.split for record in kept)
     findings = [*listing.broken, *listing.odd, *about_lists(listing), *about]
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
@@ -185,13 +200,9 @@ def _unopened(data: AnyPath, error: InputError) -> Listing:
     return Listing(os.fspath(data), broken=[Finding("cannot be opened", str(error).removesuffix("."))])
 
 
-def _of_source(data: AnyPath, seed: int, workers: int, counts: Counts) -> tuple[Listing, Iterator[Finding]]:
-    """A data set known by name, listed as files are."""
-    try:
-        source = open_source(os.fspath(data), seed=seed)
-    except InputError as error:
-        return _unopened(data, error), iter(())
-    places: list[tuple[Any, int]] = []
+def _of_source(data: AnyPath, source: Source) -> tuple[Listing, list[tuple[Samples, int]]]:
+    """A data set known by name, listed as files are, and where each of its samples is."""
+    places: list[tuple[Samples, int]] = []
     listing = Listing(os.fspath(data), list(source.classes), multi_label=source.multi_label)
     for split, samples in source.splits.items():
         site = getattr(samples, "source", lambda _: None)
@@ -201,7 +212,7 @@ def _of_source(data: AnyPath, seed: int, workers: int, counts: Counts) -> tuple[
             labels = tuple(source.classes[k] for k in chosen)
             listing.records.append(Record(samples.name(i), split, labels, group=samples.group(i), site=site(i) or None))
             places.append((samples, i))
-    return listing, about_samples(listing, places, workers, counts)
+    return listing, places
 
 
 def _table(rows: Sequence[tuple[Row, list[str]]]) -> Iterator[str]:

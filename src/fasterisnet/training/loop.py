@@ -18,7 +18,7 @@ from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
 from fasterisnet.models import build_model
 from fasterisnet.training.batches import Epochs
-from fasterisnet.training.checks import check_method, check_model
+from fasterisnet.training.checks import check_method, check_model, examine_data
 from fasterisnet.training.config import Config
 from fasterisnet.training.launching import start_fabric
 from fasterisnet.training.measuring import validate, watch
@@ -252,11 +252,13 @@ class Training:
             if self.board is not None:
                 self.board.log(progress.epoch, {**row, "waiting": waiting})
         self.save()
+        masks = named["with_mask"] / max(named["samples"], 1)
+        missing = f", masks {masks:.0%}" if masks < 1 and isinstance(self.method, ISNet) else ""
         self.say(
             f"epoch {progress.epoch}/{config.epochs}  train {row['train_loss']:.4f} (classification "
             f"{row['train_classification']:.4f}, background {row['train_background']:.3f}, foreground "
             f"{row['train_foreground']:.3f})  val {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.3f}"
-            f"{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
+            f"{missing}{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
         )
 
     def card(self) -> Card:
@@ -277,9 +279,12 @@ def train(config: Config, *, resume: bool = False, watcher: Watcher | None = Non
     if not resume:
         run.check_new()
     training = Training(fabric, config, run, watcher if fabric.is_global_zero else Watcher())
+    new = fabric.is_global_zero and not resume
+    examined = examine_data(config, training.say) if new else None
     fabric.barrier()
-    if fabric.is_global_zero and not resume:
+    if examined is not None:
         run.create(config)
+        run.write_json("data.json", {"samples": examined.splits, "masks": examined.masks})
     training.restore()
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: A
         f"# {config.method}, {config.model}",
         "",
         f"Weights of epoch {card.epoch} of {config.epochs}; lowest validation loss: {_shown(card.validation_loss)}.",
+        *masks_line(run),
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
         "",
@@ -97,6 +99,18 @@ def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: A
     write_text(run.path("report.md"), "\n".join(lines) + "\n")
     facts = {"epoch": card.epoch, "training_samples": splits.training_samples, "skipped_images": bad}
     run.write_json("report.json", {**facts, "tests": results})
+
+
+def masks_line(run: Run) -> list[str]:
+    """How many training images had a mask; nothing for Standard, which needs none, and for runs of older versions."""
+    try:
+        found = json.loads(run.path("data.json").read_text(encoding="utf-8"))
+        usable, images = int(found["masks"]["train"]), int(found["samples"]["train"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    share = f" {run.config.mask_share:.0%} of them were used." if run.config.mask_share < 1 else ""
+    line = f"Training images with a usable mask: {usable:,} of {images:,} ({usable / max(images, 1):.0%}).{share}"
+    return [line] if run.config.method != "standard" else []
 
 
 def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:

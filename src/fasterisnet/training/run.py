@@ -1,6 +1,7 @@
 """The run folder: what a training leaves on disk, and how it is read again without trusting it.
 
 config.yaml         every option of the run
+data.json           how many samples each split had when the run began, and how many of them a usable mask
 calibration.json    C1 and C2
 metrics.csv         one row an epoch
 best.safetensors    the weights of the best epoch, a plain state_dict; best.json says what they are of

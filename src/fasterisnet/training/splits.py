@@ -6,12 +6,22 @@ from collections.abc import Callable
 
 import torch
 
-from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
+from fasterisnet.data.base import FewerMasks, Samples, Source, hold_out, present, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
 from fasterisnet.data.sources import open_source
+from fasterisnet.errors import InputError
 from fasterisnet.training.batches import Loader
 from fasterisnet.training.checks import check_data
+from fasterisnet.training.config import Config
 from fasterisnet.training.placing import MASKS, Place
+
+
+def source_of(config: Config) -> Source:
+    """The data of a run, read as its options say."""
+    return open_source(
+        config.data, seed=config.seed, refine_boxes=config.refine_boxes or None, foreground=config.foreground or None,
+        window=config.window,
+    )  # fmt: skip
 
 
 class Splits:
@@ -20,7 +30,7 @@ class Splits:
     def __init__(self, place: Place, preparation: Preparation, say: Callable[[str], None]) -> None:
         config = place.config
         self.place, self.preparation, self.say = place, preparation, say
-        self.source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
+        self.source = source_of(config)
         check_data(config, self.source)
         self.bad: list[str] = []
         training, validation = self._parts()
@@ -50,6 +60,10 @@ class Splits:
         for text in problems:
             self.say(f"Skipped: {text}")
         self.bad += problems
+        lost = present(samples, len(self.source.classes)) - present(good, len(self.source.classes))
+        if lost:
+            names = ", ".join(self.source.classes[i] for i in sorted(lost))
+            raise InputError(f"No image of {names} can be read, so there is nothing left to skip to: {problems[0]}")
         return good
 
     def _loader(self, samples: Samples, *, training: bool = False) -> Loader:
