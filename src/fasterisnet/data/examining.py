@@ -19,7 +19,7 @@ from fasterisnet.data.decoding import SIXTEEN_BITS, Picture, is_image_name, read
 from fasterisnet.data.folder import BOXES, MASKS, Finding, Listing, looked_for, size_mismatch
 from fasterisnet.data.manifest import Record
 from fasterisnet.data.masks import CLEAR, listed
-from fasterisnet.data.reading import Reader
+from fasterisnet.data.reading import Reader, kind_of
 from fasterisnet.errors import InputError
 
 AT_ONCE = 4096
@@ -212,7 +212,9 @@ def _examine(record: Record, reader: Reader) -> Examined:
     else:
         try:
             picture = reader.picture(record.image, record.slice)
-            digest = _digest(read_bytes(record.image) if record.slice is None else picture.image.numpy().tobytes())
+            digest = _digest(
+                read_bytes(record.image) if kind_of(record.image) == "picture" else picture.image.numpy().tobytes()
+            )
         except InputError as error:
             findings.append(Finding("image", str(error).removesuffix(".")))
     usable = False

@@ -15,7 +15,7 @@ from fasterisnet.errors import InputError
 AnyPath = str | os.PathLike[str]
 DICOM_SUFFIXES = (".dcm", ".dicom")
 NIFTI_SUFFIXES = (".nii", ".nii.gz")
-MOST_PIXELS = 2**31  # of a file; a header that claims more is damaged or means harm
+MOST_PIXELS, MOST_SLICES = 2**31, 2**14  # of a file; a header that claims more is damaged or means harm
 _MAGIC_AT, _MAGIC = 128, b"DICM"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 
@@ -90,7 +90,8 @@ def dicom_owner(path: AnyPath) -> Owner:
             _refuse_deflated(path)
             header = library.dcmread(path, stop_before_pixels=True, specific_tags=tags)
             patient, site = (str(header.get(tag) or "").strip() or None for tag in tags[:2])
-            return Owner(patient, site, max(1, int(header.get(tags[2]) or 1)))
+            slices = int(header.get(tags[2]) or 1)
+            return Owner(patient, site, slices if 1 <= slices <= MOST_SLICES else 1)
     except Exception:  # noqa: BLE001  a damaged header raises anything; reading the picture tells what is wrong
         return Owner()
 
@@ -130,7 +131,7 @@ def _dicom(path: AnyPath, index: int | None) -> tuple[Any, np.ndarray]:
     _refuse_deflated(path)
     data = library.dcmread(path)
     slices = int(data.get("NumberOfFrames", None) or 1)
-    if int(data.Rows) * int(data.Columns) * slices > MOST_PIXELS:
+    if slices > MOST_SLICES or int(data.Rows) * int(data.Columns) * slices > MOST_PIXELS:
         raise ValueError("its header claims more pixels than a picture can have")
     return data, pixel_array(data, index=_chosen(index, slices))
 
@@ -210,7 +211,8 @@ def _opened(path: AnyPath) -> Any:
     image = library.load(path)
     if not isinstance(image, library.Nifti1Image | library.Nifti2Image) or len(image.shape) < 2:
         raise ValueError("it is not a NIfTI picture")
-    if np.prod(np.array(image.shape, dtype=np.float64)) > MOST_PIXELS or min(image.shape) < 1:
+    pixels, slices = (np.prod(np.array(part, dtype=np.float64)) for part in (image.shape, image.shape[2:]))
+    if pixels > MOST_PIXELS or slices > MOST_SLICES or min(image.shape) < 1:
         raise ValueError(f"its header claims the shape {tuple(image.shape)}")
     return image
 
