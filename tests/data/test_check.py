@@ -100,7 +100,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         {"not trained": 1, "not tested": 1, "no mask": 1},
         "train",
     ),
-    "class never tested": (lambda d: save(d / "train/owl/0.png", noise(99)), {"not tested": 2, "no mask": 1}, "test"),
+    "class never tested": (lambda d: save(d / "train/owl/0.png", noise(99)), {"not tested": 2, "no mask": 1}, "val"),
     "duplicate": (
         lambda d: (d / "test/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
         {"duplicate": 1},

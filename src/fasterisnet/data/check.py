@@ -168,6 +168,8 @@ def check_data(
             listing = list_data(path, columns=columns, boxes=options.get("boxes"))
         except InputError as error:
             listing = _unopened(path, error)
+        rank = {split: i for i, split in enumerate(listing.splits)}
+        listing.records.sort(key=lambda record: rank[record.split])
         about = about_files(listing, reader, workers, counts, EXAMPLES)
     else:
         try:

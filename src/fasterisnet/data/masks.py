@@ -45,16 +45,24 @@ class StoredMask(NamedTuple):
     def clear(self, path: AnyPath) -> Tensor:
         """The foreground, or an error that says how to make the file or the choice of labels clear."""
         if self.verdict not in CLEAR:
-            raise AmbiguousMaskError(f"{readable(path)}: {self.problem}.", self.verdict)
+            raise AmbiguousMaskError(f"{readable(path)}: {self.problem}; {self.remedy}.", self.verdict)
         return self.foreground
 
     @property
     def problem(self) -> str:
         """Why the mask is not clear."""
-        if self.verdict == "labels":
-            chosen = ",".join(f"{value:g}" for value in self.values if value not in (0, _VOID))
-            return f"is a label map of {listed(self.values)}; say which are the object, as in --foreground {chosen}"
-        return "has values between black and white; save masks with 0 and 255 only, or choose labels with --foreground"
+        labels = self.verdict == "labels"
+        return f"is a label map of {listed(self.values)}" if labels else "has values between black and white"
+
+    @property
+    def remedy(self) -> str:
+        """What makes it clear."""
+        chosen = ",".join(f"{value:g}" for value in self.values if value not in (0, _VOID))
+        return (
+            f"say which labels are the object, as in --foreground {chosen}"
+            if self.verdict == "labels"
+            else "save masks with 0 and 255 only, or choose labels with --foreground"
+        )
 
 
 def listed(values: tuple[float, ...]) -> str:
