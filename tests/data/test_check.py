@@ -315,3 +315,22 @@ def test_a_patient_may_be_in_two_tests_but_not_in_training_and_test(tmp_path: Pa
     rows = ["i0.png,train,x,p0", f"i1.png,{first},x,me", f"i2.png,{second},x,me", f"i3.png,{second},x,me"]
     (tmp_path / "manifest.csv").write_text("\n".join(["image,split,label,group", *rows]))
     assert kinds(check_data(tmp_path)) == {"one class": 1, "no mask": 4, kind: 1}
+
+
+def test_data_known_by_name_is_checked_too(tmp_path: Path) -> None:
+    report = check_data("drawn?size=16&per_class=3&classes=2")
+    assert report.rows == [] and report.splits["train"] == 6 and report.masks == report.splits
+    lines = ["split,class_id,class_name,image,mask"]
+    for i in range(12):
+        save(tmp_path / "images" / f"{i}.png", noise(i))
+        save(tmp_path / "masks" / f"{i}.png", SHAPE)
+        lines.append(
+            f"{'trainval' if i < 10 else 'test'},{i % 2},{('pug', 'poodle')[i % 2]},images/{i}.png,masks/{i}.png"
+        )
+    (tmp_path / "index.csv").write_text("\n".join(lines))
+    assert not check_data(f"dogs:{tmp_path}").fatal
+    cut(tmp_path / "images/10.png")
+    save(tmp_path / "masks/11.png", SHAPE[:, 1:])
+    report = check_data(f"dogs:{tmp_path}")
+    assert row(report, "image").count == 6 and "images/10.png" in row(report, "image").examples[0]  # in three tests
+    assert check_data(f"dogs:{tmp_path / 'images'}").found("cannot be opened") is not None

@@ -528,3 +528,23 @@ def test_refining_is_asked_for_when_the_data_is_opened(tmp_path: Path, monkeypat
     monkeypatch.setattr("fasterisnet.data.folder.refine", lambda image, mask: ~mask)
     refined = train.read(0).mask
     assert refined is not None and torch.equal(refined, ~box_mask((1, 2, 3, 4)))
+
+
+def test_what_is_no_file_does_not_hang(tmp_path: Path) -> None:
+    """A device has no end, and a pipe nobody writes to no beginning; wherever a file is expected."""
+    for name in ("pipe.png", "pipe.dcm", "pipe.nii", "pipe", "pipe.csv"):
+        os.mkfifo(tmp_path / name)
+    save(tmp_path / "a.png", GRAY)
+    images = ["/dev/zero", "pipe.png", "pipe.dcm", "pipe.nii", "pipe"]
+    rows = [f"{name},,train,cat" for name in images] + ["a.png,/dev/zero,train,dog", "a.png,pipe.nii,train,dog"]
+    (tmp_path / "m.csv").write_text("\n".join(["image,mask,split,label", *rows]))
+    samples = open_folder(tmp_path / "m.csv").split("train")
+    for i in range(len(rows)):
+        with pytest.raises(BadImageError, match="is not a file"):
+            samples.read(i)
+    for path in (tmp_path / "pipe.csv", "/dev/zero"):
+        with pytest.raises(InputError, match="is not a file"):
+            open_folder(path)
+    for file in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(InputError, match="is not a file"):
+            open_folder(tmp_path / "m.csv", boxes=file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +293,11 @@ def test_volumes_are_turned_alike(tmp_path: Path) -> None:
 
 def test_a_damaged_volume_is_named(tmp_path: Path) -> None:
     whole = nifti(tmp_path / "a.nii.gz", np.tile(GRAY, (3, 1, 1))).read_bytes()
-    for name, content in (("cut.nii.gz", whole[:200]), ("text.nii", b"no volume"), ("empty.nii", b"")):
+    far, large = (bytearray(gzip.decompress(whole)) for _ in range(2))
+    far[108:112] = struct.pack("<f", 2e9)
+    large[40:56] = struct.pack("<8h", 3, 32767, 32767, 32767, 1, 1, 1, 1)
+    damaged = {"cut.nii.gz": whole[:200], "text.nii": b"no volume", "empty.nii": b"", "far.nii": far, "big.nii": large}
+    for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadImageError, match=name):
             Reader().image(tmp_path / name, 0)

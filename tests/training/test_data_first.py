@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from fasterisnet.cli import main
-from fasterisnet.training.config import Config
 from fasterisnet.training.run import Run
 
 SIDE, EACH = 16, 6
@@ -185,8 +184,3 @@ def test_windows_are_kept_with_the_weights(data: Path, capsys: pytest.CaptureFix
     assert run.config.window == [-100, 4095] and run.load_weights()[1].prepare.window == (-100, 4095)
     assert main(["evaluate", str(run.folder), "--workers", "0"]) == 0
     assert main(["explain", str(run.folder), str(data / "test/a/0.png"), "--out", str(data.parent / "pictures")]) == 0
-
-
-def test_older_options_stay_as_they_were() -> None:
-    config = Config(data="any")
-    assert (config.foreground, config.window, config.allow_missing_masks) == ([], None, False)

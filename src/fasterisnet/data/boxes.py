@@ -107,8 +107,7 @@ def read_coco(path: str | os.PathLike[str]) -> dict[str, list[Box]]:
     """The boxes and outlines (polygons or run lengths) of a COCO file by the file name of their image; images without
     annotation have an empty list.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise InputError(f"{readable(path)}: is not a file.")
+    _require_file(path)
     try:
         content = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -132,6 +131,12 @@ def read_coco(path: str | os.PathLike[str]) -> dict[str, list[Box]]:
         name = name_of.get(str(annotation.get("category_id")), "")
         found[file_of[str(annotation["image_id"])]].append(Box(*map(float, edges), name=name, outline=outline))
     return found
+
+
+def _require_file(path: str | os.PathLike[str]) -> None:
+    """A pipe or a device could go on for ever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"{readable(path)}: is not a file.")
 
 
 def _outline(stored: Any, where: str) -> Polygons | Runs | None:
@@ -201,6 +206,7 @@ def _entries(path: str | os.PathLike[str], content: Any, key: str, needed: tuple
 
 def read_voc(path: str | os.PathLike[str]) -> list[Box]:
     """The boxes of a Pascal VOC file. Its corners count pixels from 1, and both belong to the box."""
+    _require_file(path)
     try:
         root = ElementTree.fromstring(Path(path).read_bytes())
     except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import warnings
 from functools import lru_cache
@@ -17,6 +18,7 @@ DICOM_SUFFIXES = (".dcm", ".dicom")
 NIFTI_SUFFIXES = (".nii", ".nii.gz")
 MOST_PIXELS, MOST_SLICES = 2**31, 2**14  # of a file; a header that claims more is damaged or means harm
 _MAGIC_AT, _MAGIC = 128, b"DICM"
+_LONGEST, _FARTHEST = 540, 2**24  # of a NIfTI header, and where the values begin behind what else may be told
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 
 
@@ -208,6 +210,15 @@ def nifti_values(path: AnyPath, index: int | None) -> tuple[np.ndarray, float, f
 
 def _opened(path: AnyPath) -> Any:
     library = nibabel()
+    name = os.fspath(path)
+    with gzip.open(name) if name.lower().endswith(".gz") else open(name, "rb") as file:
+        start = file.read(_LONGEST)
+    size = next((n for n in (348, 540) if start[:4] in (n.to_bytes(4, "little"), n.to_bytes(4, "big"))), 0)
+    if not size or len(start) < size:
+        raise ValueError("it is not a NIfTI file")
+    header = (library.Nifti1Header if size == 348 else library.Nifti2Header)(start[:size], check=False)
+    if not 0 <= float(header["vox_offset"]) <= _FARTHEST:
+        raise ValueError("its header claims that the values begin far behind it")
     image = library.load(path)
     if not isinstance(image, library.Nifti1Image | library.Nifti2Image) or len(image.shape) < 2:
         raise ValueError("it is not a NIfTI picture")
