@@ -18,8 +18,8 @@ from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.training.config import Config
 from fasterisnet.training.launching import is_first_process
 from fasterisnet.training.loop import train
+from fasterisnet.training.method import source_of
 from fasterisnet.training.run import Run
-from fasterisnet.training.splits import source_of
 from fasterisnet.training.watching import Terminal
 from fasterisnet.writing import write_text
 

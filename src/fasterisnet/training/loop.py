@@ -18,8 +18,9 @@ from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
 from fasterisnet.models import build_model
 from fasterisnet.training.batches import Epochs
-from fasterisnet.training.checks import check_method, check_model, examine_data
+from fasterisnet.training.checks import check_method, check_model
 from fasterisnet.training.config import Config
+from fasterisnet.training.examining import examine_data
 from fasterisnet.training.launching import start_fabric
 from fasterisnet.training.measuring import validate, watch
 from fasterisnet.training.method import build_method, preparation_of

@@ -1,11 +1,13 @@
-"""The method of a run and how its images are prepared, from its options."""
+"""The method of a run, its data and how its images are prepared, from its options."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fasterisnet import methods
+from fasterisnet.data.base import Source
 from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.sources import open_source
 from fasterisnet.methods import ISNet, Standard
 from fasterisnet.training.config import Config
 
@@ -46,4 +48,12 @@ def preparation_of(config: Config) -> Preparation:
     return Preparation(
         config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
         config.augmentation, window,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def source_of(config: Config) -> Source:
+    """The data of a run, read as its options say."""
+    return open_source(
+        config.data, seed=config.seed, refine_boxes=config.refine_boxes or None, foreground=config.foreground or None,
+        window=config.window,
     )  # fmt: skip

@@ -6,22 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from fasterisnet.data.base import FewerMasks, Samples, Source, hold_out, present, readable_part
+from fasterisnet.data.base import FewerMasks, Samples, hold_out, present, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
-from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError
 from fasterisnet.training.batches import Loader
 from fasterisnet.training.checks import check_data
-from fasterisnet.training.config import Config
+from fasterisnet.training.method import source_of
 from fasterisnet.training.placing import MASKS, Place
-
-
-def source_of(config: Config) -> Source:
-    """The data of a run, read as its options say."""
-    return open_source(
-        config.data, seed=config.seed, refine_boxes=config.refine_boxes or None, foreground=config.foreground or None,
-        window=config.window,
-    )  # fmt: skip
 
 
 class Splits:
