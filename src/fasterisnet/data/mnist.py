@@ -23,7 +23,6 @@ from fasterisnet.errors import InputError
 
 CLASSES = 10
 SIDE = 28
-LONGEST = 2**31  # bytes of an unpacked file
 FILES = ("{}-images-idx3-ubyte", "{}-labels-idx1-ubyte")
 Stored = tuple[Tensor, Tensor]  # images uint8 (digit, 1, 28, 28) and labels int64 (digit)
 
@@ -101,11 +100,10 @@ def _idx(path: Path, dimensions: int) -> np.ndarray:
         raise InputError(f"{path} or {path.name}.gz is missing; the folder has to hold the four original MNIST files.")
     header = 4 * (1 + dimensions)
     try:
-        with gzip.open(found) if found.suffix == ".gz" else found.open("rb") as file:
-            magic, *sizes = struct.unpack(f">{1 + dimensions}I", file.read(header))
-            content = file.read(min(math.prod(sizes), LONGEST) + 1)  # never all that a packed file may unpack to
+        content = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
+        magic, *sizes = struct.unpack_from(f">{1 + dimensions}I", content)
     except (OSError, EOFError, zlib.error, struct.error) as error:
         raise InputError(f"{found} cannot be read as an idx file: {error}") from error
-    if magic != 0x0800 + dimensions or not sizes[0] or len(content) != math.prod(sizes):
+    if magic != 0x0800 + dimensions or not sizes[0] or len(content) - header != math.prod(sizes):
         raise InputError(f"{found} is not the idx file it should be: wrong magic number or size.")
-    return np.frombuffer(content, np.uint8).reshape(sizes).copy()
+    return np.frombuffer(content, np.uint8, offset=header).reshape(sizes).copy()
