@@ -195,6 +195,7 @@ class Config:
 
     seed: int = _option(0, whole(0), "of everything random")
     workers: int = _option(2, whole(0), "processes that load images", rare=True)
+    loader_timeout: float = _option(600.0, number(), "seconds a batch may take to load; 0 for ever", rare=True)
     precision: str = _option("32-true", one_of(*PRECISIONS), "32-true, 64-true, bf16-mixed or 16-mixed")
     accelerator: str = _option("auto", one_of("auto", "cpu", "gpu", "mps"), "auto, cpu, gpu or mps", rare=True)
     devices: int = _option(1, whole(1), "processes on this machine (DDP if more than one)")

@@ -180,6 +180,7 @@ class Training:
             members = min(config.accumulate, batches - group)
             last = progress.batch == group + members - 1
             self.place.seed(self.method, TRAINING, progress.epoch, progress.batch)
+            self.place.draws(self.method, *self.loader.batches.shared(progress.batch))
             with self.fabric.no_backward_sync(self.step, enabled=not last):
                 loss, sums = self.step(*self.place.moved(images, labels, masks), self.place.shares(masks))
                 self.fabric.backward(loss / members)

@@ -31,9 +31,9 @@ class Splits:
         if config.mask_share < 1:
             training = FewerMasks(training, config.mask_share, random_stream(config.seed, MASKS))
         self.training_samples = len(training)
-        self.training = self._loader(training, training=True)
-        self.validation = self._loader(validation)
-        self.watched = {name: self._loader(samples) for name, samples in watched.items()}
+        self.training = self._loader("train", training, training=True)
+        self.validation = self._loader(config.validation, validation)
+        self.watched = {name: self._loader(name, samples) for name, samples in watched.items()}
 
     def _parts(self) -> tuple[Samples, Samples]:
         config, source = self.place.config, self.source
@@ -52,10 +52,10 @@ class Splits:
         self.bad += problems
         return good
 
-    def _loader(self, samples: Samples, *, training: bool = False) -> Loader:
+    def _loader(self, name: str, samples: Samples, *, training: bool = False) -> Loader:
         config = self.place.config
         return Loader(
-            samples, self.preparation, config.batch, seed=config.seed, training=training, workers=config.workers,
-            share=self.place.share, pin=self.place.fabric.device.type == "cuda",
+            samples, self.preparation, config.batch, name=name, seed=config.seed, training=training,
+            workers=config.workers, timeout=config.loader_timeout, share=self.place.share, pin=self.place.fabric.device.type == "cuda",
             dtype=torch.float64 if config.precision == "64-true" else torch.float32,
         )  # fmt: skip
