@@ -62,7 +62,9 @@ def test_processes_learn_from_what_one_would(samples: int, size: int, processes:
         assert sorted(key for share in shares for key in share) == sorted(batch)
         counted, among = Batches(samples, size, seed=3, shuffle=True, share=(0, processes)).shared(number)
         assert counted == len(batch)
-        assert [share for share in shares[:among] if share] == [batch[r::among] for r in range(among) if batch[r::among]]
+        assert [share for share in shares[:among] if share] == [
+            batch[r::among] for r in range(among) if batch[r::among]
+        ]
         assert not any(shares[among:])
         if len(batch) < size:
             assert 1 not in map(len, shares)

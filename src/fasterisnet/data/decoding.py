@@ -10,7 +10,6 @@ import math
 import os
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
+from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
 
 IMAGE_SUFFIXES = frozenset(".bmp .dib .gif .jfif .jp2 .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())
 # Named, because Pillow also knows formats that are programs (EPS runs Ghostscript).
@@ -33,6 +34,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIXTEEN_BITS = 65535
+LARGEST = 2**31  # bytes of an image file
 
 
 class StoredMask(NamedTuple):
@@ -55,7 +57,9 @@ def is_image_name(name: str) -> bool:
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The content of a file that should be an image."""
     try:
-        content = Path(path).read_bytes()
+        content = read_file(path, LARGEST)
+    except InputError as error:
+        raise BadImageError(f"{readable(path)}: is not a file of an image's size, or no file.") from error
     except (OSError, ValueError) as error:
         raise BadImageError(f"{readable(path)}: cannot be read ({getattr(error, 'strerror', error)}).") from error
     if not content:

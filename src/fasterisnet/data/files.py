@@ -12,8 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
-from fasterisnet.data.decoding import decode_image, decode_mask, readable
+from fasterisnet.data.decoding import LARGEST, decode_image, decode_mask, readable
 from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
 
 
 class Member(NamedTuple):
@@ -57,7 +58,7 @@ class Files:
         member = self.members.get(name)
         try:
             if member is None:
-                return (self.folder / name).read_bytes()
+                return read_file(self.folder / name, LARGEST)
             with member.archive.open("rb") as file:
                 file.seek(member.start)
                 content = file.read(member.size)

@@ -74,7 +74,7 @@ def calibrate(
 class _Plain(Step):
     """The classification loss alone, also of an empty batch."""
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         return super().forward(images, labels).total if len(images) else zero_loss(self.model)
 
 

@@ -10,7 +10,7 @@ from fasterisnet.data.base import FewerMasks, Samples, hold_out, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
 from fasterisnet.data.sources import open_source
 from fasterisnet.training.batches import Loader
-from fasterisnet.training.checks import check_data
+from fasterisnet.training.checks import check_classes_of, check_data
 from fasterisnet.training.placing import MASKS, Place
 
 
@@ -27,6 +27,7 @@ class Splits:
         watched = {name: self.source.split(name) for name in config.watch}
         if config.on_bad_image == "skip":
             training, validation = self._readable(training), self._readable(validation)
+            check_classes_of(training, self.source, "readable image")
             watched = {name: readable_part(samples, config.workers)[0] for name, samples in watched.items()}
         if config.mask_share < 1:
             training = FewerMasks(training, config.mask_share, random_stream(config.seed, MASKS))
@@ -56,6 +57,7 @@ class Splits:
         config = self.place.config
         return Loader(
             samples, self.preparation, config.batch, name=name, seed=config.seed, training=training,
-            workers=config.workers, timeout=config.loader_timeout, share=self.place.share, pin=self.place.fabric.device.type == "cuda",
+            workers=config.workers, timeout=config.loader_timeout, share=self.place.share,
+            pin=self.place.fabric.device.type == "cuda",
             dtype=torch.float64 if config.precision == "64-true" else torch.float32,
         )  # fmt: skip
