@@ -14,7 +14,7 @@ TEXT = 64 * 2**20  # bytes; no options, recipe, result or card comes near it
 
 def read_file(path: str | os.PathLike[str], most: int = TEXT, *, pipes: bool = False) -> bytes:
     """The content of a file; a device, an endless file or a pipe (unless the user named it: `pipes`) is an error."""
-    with open(path, "rb", opener=None if pipes else _at_once) as file:
+    with open(path, "rb", opener=_at_once) as file:
         about = os.fstat(file.fileno())
         if not pipes and not stat.S_ISREG(about.st_mode):
             raise InputError(f"{path} is not a file but a pipe or device; it is not read.")
@@ -33,5 +33,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Does not wait for somebody to write into a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    """Does not wait for somebody to open the other end of a pipe."""
+    opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    os.set_blocking(opened, True)
+    return opened

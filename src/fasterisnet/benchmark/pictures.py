@@ -67,6 +67,8 @@ def heatmap_grid(files: dict[str, Path], path: Path) -> list[str]:
 
 
 def _loaded(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise InputError(f"{file} is not a file; it holds no maps of a benchmark.")
     try:
         content = load_file(file)
     except (SafetensorError, OSError) as error:

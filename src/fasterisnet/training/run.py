@@ -213,6 +213,8 @@ class Run:
         path = self.path("state.pt")
         if not path.exists():
             return None
+        if not path.is_file():
+            raise InputError(f"{path} is not a file; restore it from a copy, or train again.")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for damaged and for refused files
