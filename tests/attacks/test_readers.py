@@ -49,9 +49,7 @@ def _nothing(path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hostile", ANY_FILE)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_hostile_file_is_an_error(
-    reader: str, hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_file_is_an_error(reader: str, hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name, read = READERS[reader]
     ANY_FILE[hostile](tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,8 @@ Sample = tuple[Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
 LEAST = 2  # batch norm cannot learn from one sample
 PATIENCE = 600.0  # seconds a batch may take to load
+MOMENT = 2.0  # seconds after which one looks whether somebody is still at work
+SLOW = "DataLoader timed out"
 CROWD = 64  # loading processes that any machine is trusted with
 
 
@@ -108,19 +111,20 @@ class Loader:
             worker_init_fn=_begin if workers else None,
             collate_fn=_Collate(preparation),
         )
-        self.name, self.dtype = name, dtype
+        self.name, self.dtype, self.timeout = name, dtype, timeout
         self.waited = 0.0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `start` on."""
         self.batches.epoch, self.batches.start = epoch, start
-        iterator = iter(self._loader)
+        iterator = None
         while True:
             begin = time.perf_counter()
             try:
-                batch = next(iterator, None)
+                iterator = iterator or iter(self._loader)
+                batch = self._next(iterator)
             except RuntimeError as error:
-                problem = self._problem(iterator, str(error))
+                problem = self._problem(iterator or self._loader._iterator, str(error))
                 if problem is None:
                     raise
                 raise problem from error
@@ -132,17 +136,31 @@ class Loader:
             images, labels, masks = batch
             yield images.to(self.dtype), labels, masks
 
+    def _next(self, iterator: Any) -> Batch | BadImageError | None:
+        """PyTorch looks after its workers only when it has waited in vain, so it waits for moments."""
+        begin, limit = time.monotonic(), self.timeout or math.inf
+        iterator._timeout = min(limit, MOMENT) if self._loader.num_workers else 0
+        try:
+            while True:
+                try:
+                    return next(iterator, None)
+                except RuntimeError as error:
+                    if not str(error).startswith(SLOW) or time.monotonic() - begin >= limit:
+                        raise
+        finally:
+            iterator._timeout = self._loader.timeout
+
     def _problem(self, iterator: Any, text: str) -> LoadingError | None:
         """What PyTorch says of workers that died or hang, in the words of the run; those that hang are ended."""
-        died, slow = text.startswith("DataLoader worker"), text.startswith("DataLoader timed out")
-        if not died and not slow:
+        died, slow = text.startswith("DataLoader worker"), text.startswith(SLOW)
+        if iterator is None or not (died or slow):
             return None
         gone = [f"{i} (process {w.pid})" for i, w in enumerate(iterator._workers) if died and not w.is_alive()]
         asked = iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
         which = ", ".join(gone) or f"{asked} (process {iterator._workers[asked].pid})"
         for worker in iterator._workers:
             worker.kill()
-        what = "died; it may have run out of memory" if died else f"sent no batch for {self._loader.timeout:g} s"
+        what = "died; it may have run out of memory" if died else f"sent no batch for {self.timeout:g} s"
         return LoadingError(
             f"Loading the split '{readable(self.name)}' failed in process {self.batches.rank} of "
             f"{self.batches.processes}: worker {which} {what}. Fewer workers or another loader_timeout may help."

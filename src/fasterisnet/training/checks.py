@@ -15,6 +15,7 @@ from fasterisnet.errors import InputError, UsageError
 from fasterisnet.methods import ISNet, Standard
 from fasterisnet.training.batches import check_workers
 from fasterisnet.training.config import Config
+from fasterisnet.training.method import preparation_of
 
 
 def check_options(config: Config) -> None:
@@ -68,6 +69,11 @@ def _groups(samples: Samples) -> set[str]:
 
 def check_model(config: Config, model: nn.Module, classes: int) -> None:
     """Whether the network takes images of this size and has an output for every class."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            preparation_of(config)(torch.zeros(3, 20, 30, dtype=torch.uint8), training=True)
+    except RuntimeError as error:
+        raise UsageError(f"Pictures cannot be made {config.size} px large ({error}); take a larger --size.") from error
     model.eval()
     images = torch.zeros(1, config.channels, config.size, config.size)
     try:
