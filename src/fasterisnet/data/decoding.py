@@ -9,7 +9,6 @@ import io
 import os
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,6 +18,8 @@ from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
 from fasterisnet.data.medical import DICOM_SUFFIXES, NIFTI_SUFFIXES, Pixels
+from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
 
 AnyPath = str | os.PathLike[str]
 Window = tuple[float, float] | Literal["auto"]
@@ -37,6 +38,7 @@ _TURNS = {
 }
 SIXTEEN_BITS = 65535
 Result = TypeVar("Result")
+LARGEST = 2**31  # bytes of an image file
 
 
 class Picture(NamedTuple):
@@ -78,7 +80,9 @@ def read_bytes(path: AnyPath) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):
         raise BadImageError(f"{readable(path)}: is not a file.")
     try:
-        content = Path(path).read_bytes()
+        content = read_file(path, LARGEST)
+    except InputError as error:
+        raise BadImageError(f"{readable(path)}: is not a file of an image's size, or no file.") from error
     except (OSError, ValueError) as error:
         raise BadImageError(f"{readable(path)}: cannot be read ({getattr(error, 'strerror', error)}).") from error
     if not content:

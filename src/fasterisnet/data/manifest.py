@@ -7,15 +7,17 @@ import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from fasterisnet.data.boxes import Box
 from fasterisnet.data.decoding import readable
 from fasterisnet.data.reading import kind_of, owner
 from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
 
 LABEL_PREFIX = "label:"
+LARGEST = 2**31  # bytes of a table
+LONGEST = 100  # letters of the name of a split
 
 AnyPath = str | os.PathLike[str]
 
@@ -86,7 +88,7 @@ class Table:
         if os.path.exists(path) and not os.path.isfile(path):
             raise InputError(f"{readable(path)}: is not a file.")
         try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
+            text = read_file(path, LARGEST).decode("utf-8-sig")
         except OSError as error:
             raise InputError(f"{readable(path)}: cannot be read ({error.strerror}).") from error
         except UnicodeDecodeError as error:
@@ -140,6 +142,7 @@ class Table:
             raise RowError("row", "names no image")
         if not values[self.split]:
             raise RowError("no split", readable(values["image"]))
+        check_split(values[self.split])
         image = os.path.join(root, values["image"])
         mask = os.path.join(root, values["mask"]) if values.get("mask") else None
         return Record(
@@ -162,6 +165,14 @@ class Table:
             if _number(cells[i]) not in (0, 1):
                 raise RowError("label", f"has '{readable(cells[i]):.40}' for '{readable(name)}' instead of 0 or 1")
         return tuple(name for name, i in self.classes.items() if _number(cells[i]) == 1)
+
+
+def check_split(name: str) -> None:
+    """Splits give files and columns their names."""
+    if not name.isprintable() or name.startswith(".") or any(c in "/\\" for c in name) or len(name) > LONGEST:
+        raise RowError(
+            "row", f"has the split '{readable(name):.40}'; a split is a word, without slashes, dots before it"
+        )
 
 
 def _box(cells: list[str]) -> tuple[Box, ...]:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples, Source, readable_part
+from fasterisnet.data.decoding import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
 from fasterisnet.relevance.explain import explain
-from fasterisnet.training.batches import Loader
+from fasterisnet.training.batches import PATIENCE, Loader
 from fasterisnet.training.run import Card, Run
-from fasterisnet.writing import write_text
+from fasterisnet.writing import file_name, write_text
 
 if TYPE_CHECKING:  # what trains needs Lightning, what reads a run does not
     from fasterisnet.training.splits import Splits
@@ -30,14 +31,16 @@ def metrics_of(
     card: Card,
     samples: Samples,
     *,
+    name: str = "",
     batch: int = 32,
     workers: int = 0,
+    timeout: float = PATIENCE,
     attention: bool = True,
     explained: int = 0,
     device: Any = None,
 ) -> dict[str, Any]:
     """All metrics of a network on one split; explained: about how many samples have maps measured (0: all)."""
-    batches = Loader(samples, card.prepare, batch, workers=workers).epoch(0)
+    batches = Loader(samples, card.prepare, batch, name=name, workers=workers, timeout=timeout).epoch(0)
     return evaluate(
         model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
         share=min(1.0, explained / len(samples)) if explained else 1.0, device=device,
@@ -63,14 +66,22 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
     for name, r in results.items():
         shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
-        lines.append(f"| {name} | {r['samples']} | {' | '.join(shown)} |")
+        lines.append(f"| {cell(name)} | {r['samples']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: Any = None) -> None:
+def cell(text: str) -> str:
+    """A name in a table of Markdown, on one line and in one cell."""
+    return readable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def write_report(
+    run: Run, splits: Splits, say: Callable[[str], None], device: Any = None, *, trust: bool = False
+) -> None:
     """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
     config = run.config
-    model, card = run.load_model(trust=True)
+    model, card = run.load_model(trust=trust)
+    check_classes(card, splits.source)
     model = model.to(device) if device is not None else model
     tests = {name: s for name, s in splits.source.splits.items() if name not in ("train", config.validation)}
     bad = list(splits.bad)
@@ -78,14 +89,19 @@ def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: A
         for name, samples in tests.items():
             tests[name], problems = readable_part(samples, config.workers)
             bad += problems
+    unreadable = [name for name, samples in tests.items() if len(samples) == 0]
     results = {}
     for name, samples in tests.items():
+        if name in unreadable:
+            say(f"{name}: none of its images can be read, so there is no test.")
+            continue
         results[name] = metrics_of(
-            model, card, samples, batch=config.batch, workers=config.workers, explained=config.explained, device=device
-        )
+            model, card, samples, name=name, batch=config.batch, workers=config.workers, explained=config.explained,
+            timeout=config.loader_timeout, device=device,
+        )  # fmt: skip
         shown = (f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
         say(f"{name}: {', '.join(shown)}")
-        picture(run, model, card, samples, f"heatmaps-{name}.png", device)
+        picture(run, model, card, samples, f"heatmaps-{file_name(name)}.png", device)
     lines = [
         f"# {config.method}, {config.model}",
         "",
@@ -93,6 +109,7 @@ def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: A
         *masks_line(run),
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
+        *[f"The split {cell(name)} has no image that can be read; it was not tested." for name in unreadable],
         "",
         table(results),
     ]
