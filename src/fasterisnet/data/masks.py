@@ -59,7 +59,7 @@ class StoredMask(NamedTuple):
         """What makes it clear."""
         chosen = ",".join(f"{value:g}" for value in self.values if value not in (0, _VOID))
         return (
-            f"say which labels are the object, as in --foreground {chosen}"
+            f"say which labels are the object, as in --foreground {chosen} or DIR?foreground={chosen}"
             if self.verdict == "labels"
             else "save masks with 0 and 255 only, or choose labels with --foreground"
         )
