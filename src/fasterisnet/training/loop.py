@@ -23,7 +23,7 @@ from fasterisnet.training.config import Config
 from fasterisnet.training.examining import examine_data
 from fasterisnet.training.launching import start_fabric
 from fasterisnet.training.measuring import validate, watch
-from fasterisnet.training.method import build_method, preparation_of
+from fasterisnet.training.method import build_method, build_optimizer, preparation_of
 from fasterisnet.training.placing import CALIBRATION, TRAINING, WEIGHTS, Place
 from fasterisnet.training.report import write_report
 from fasterisnet.training.run import Card, Row, Run
@@ -73,11 +73,8 @@ class Training:
         if isinstance(self.method, ISNet):
             self.method.generator, self.method.share = torch.Generator(), self.place.share
         self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
         self.model = model
-        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), optimizer)
+        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), build_optimizer(config, model))
         self.progress = Progress()
         self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
