@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def test_everybody_has_the_same_verdict(tmp_path: Path, name: str) -> None:
         with pytest.raises(AmbiguousMaskError, match="--foreground") as caught:
             read()
         assert caught.value.verdict == verdict and str(path) in str(caught.value)
+        sent = pickle.loads(pickle.dumps(caught.value))  # as from a process that loads images
+        assert str(sent) == str(caught.value) and sent.verdict == verdict
     row = report.found(verdict)
     assert row is not None and row.count == 6 and report.fatal and report.masks == {"train": 0}
     assert "Usable masks: train 0 of 6." in str(report)

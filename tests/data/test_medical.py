@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ import pytest
 import torch
 from PIL import Image
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
-from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, SecondaryCaptureImageStorage
+from pydicom.encaps import encapsulate
+from pydicom.uid import (
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRLittleEndian,
+    JPEG2000Lossless,
+    RLELossless,
+    SecondaryCaptureImageStorage,
+)
 
 from fasterisnet.data.base import BadImageError, hold_out
 from fasterisnet.data.check import KINDS, check_data
@@ -188,6 +196,23 @@ def test_signed_padded_and_coloured_dicom(tmp_path: Path) -> None:
     colour = RNG.integers(0, 256, (20, 30, 3), dtype=np.uint8)
     image = read_image(dicom(tmp_path / "c.dcm", colour, 8), "auto")
     assert torch.equal(image, torch.from_numpy(colour.transpose(2, 0, 1).copy()))
+
+
+def test_packed_dicom(tmp_path: Path) -> None:
+    """Run lengths and JPEG 2000, as archives keep them; nothing is lost in either."""
+    path = dicom(tmp_path / "r.dcm", scaled(GRAY, 4095), 12)
+    data = pydicom.dcmread(path)
+    data.compress(RLELossless)
+    data.save_as(path)
+    assert off(read_image(path)) == 0
+    content = io.BytesIO()
+    Image.fromarray(GRAY).save(content, "JPEG2000", irreversible=False, no_jp2=True)
+    data = pydicom.dcmread(dicom(tmp_path / "j.dcm", GRAY, 8))
+    data.PixelData = encapsulate([content.getvalue()])
+    data["PixelData"].VR, data["PixelData"].is_undefined_length = "OB", True
+    data.file_meta.TransferSyntaxUID = JPEG2000Lossless
+    data.save_as(tmp_path / "j.dcm")
+    assert off(read_image(tmp_path / "j.dcm")) == 0
 
 
 def test_patient_and_hospital_are_groups(tmp_path: Path) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fasterisnet.cli import main
+from fasterisnet.training import loop
+from fasterisnet.training.config import Config
 from fasterisnet.training.run import Run
+from fasterisnet.training.watching import Watcher
 
 SIDE, EACH = 16, 6
 MASK = np.zeros((SIDE, SIDE), np.uint8)
@@ -185,3 +189,48 @@ def test_windows_are_kept_with_the_weights(data: Path, capsys: pytest.CaptureFix
     assert run.config.window == [-100, 4095] and run.load_weights()[1].prepare.window == (-100, 4095)
     assert main(["evaluate", str(run.folder), "--workers", "0"]) == 0
     assert main(["explain", str(run.folder), str(data / "test/a/0.png"), "--out", str(data.parent / "pictures")]) == 0
+
+
+def test_rare_classes_are_seen_as_often_when_balanced(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(4):
+        (data / f"train/b/{i}.png").unlink()
+        (data / f"masks/train/b/{i}.png").unlink()
+    updates = []
+    for sampling in ("natural", "balanced"):
+        assert train(data, "--sampling", sampling, out=sampling) == 0
+        rows = (data.parent / sampling / "metrics.csv").read_text().splitlines()
+        updates.append(int(rows[1].split(",")[rows[0].split(",").index("updates")]))
+        assert json.loads((data.parent / sampling / "report.json").read_text())["training_samples"] == 8
+    assert updates == [2, 3]  # 6 + 2 pictures, 6 + 6 pictures, in batches of 4
+    rows = "train/a/0.png,train,1,0\ntrain/a/1.png,train,0,1\nval/a/0.png,val,0,1\n"
+    (data / "m.csv").write_text(f"image,split,label:a,label:b\n{rows}")
+    assert train(data / "m.csv", "--sampling", "balanced", method="standard", out="several") == 2
+    assert "several labels" in capsys.readouterr().err
+
+
+class Stop(Watcher):
+    """Ends a run in its second epoch."""
+
+    def step(self, epoch: int, batch: int, *_: object) -> None:
+        if (epoch, batch) == (1, 2):
+            raise KeyboardInterrupt
+
+
+def test_adamw_goes_on_exactly(data: Path) -> None:
+    options: dict[str, Any] = {
+        "data": str(data), "method": "stochastic", "model": "small", "size": SIDE, "epochs": 2, "batch": 4,
+        "workers": 0, "ranges": [0.1, 10.0], "tensorboard": False, "accelerator": "cpu", "checkpoint_every": 1,
+    }  # fmt: skip
+    whole, cut, other = (
+        Config(**options, out=str(data.parent / name), optimizer=optimizer)
+        for name, optimizer in (("whole", "adamw"), ("cut", "adamw"), ("other", "sgd"))
+    )
+    loop.train(whole)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(cut, watcher=Stop())
+    loop.train(cut, resume=True)
+    loop.train(other)
+    weights = [(Path(config.out) / "best.safetensors").read_bytes() for config in (whole, cut, other)]
+    assert weights[0] == weights[1] != weights[2]
+    state = Run(whole.out).load_state()
+    assert state is not None and "exp_avg" in state["optimizer"]["state"][0]

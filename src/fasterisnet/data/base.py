@@ -133,6 +133,25 @@ class FewerMasks(Subset):
         return index in self.masked and super().has_mask(index)
 
 
+def balanced(samples: Samples, seed: int) -> Subset:
+    """Every class as often as the most frequent one: all images of a rare class again and again, and some once more."""
+    members: dict[int, list[int]] = {}
+    for i in range(len(samples)):
+        label = samples.label(i)
+        if not isinstance(label, int):
+            raise UsageError("Samples of several labels at once cannot be balanced; take --sampling natural.")
+        members.setdefault(label, []).append(i)
+    generator = torch.Generator().manual_seed(seed)
+    most = max(map(len, members.values()))
+    chosen: list[int] = []
+    for label in sorted(members):
+        own = members[label]
+        times, rest = divmod(most, len(own))
+        some = torch.randperm(len(own), generator=generator)[:rest].tolist()
+        chosen += own * times + [own[k] for k in some]
+    return Subset(samples, sorted(chosen))
+
+
 def hold_out(samples: Samples, share: float, seed: int) -> tuple[Subset, Subset]:
     """Two parts, the second with about `share` of every class; a group (patient) is never in both."""
     if not 0 < share < 1:

@@ -29,7 +29,7 @@ _SHOWN = 12
 class AmbiguousMaskError(BadImageError):
     """A mask that does not tell what the object is; `verdict` says why."""
 
-    def __init__(self, message: str, verdict: Verdict) -> None:
+    def __init__(self, message: str, verdict: Verdict = "gray") -> None:
         super().__init__(message)
         self.verdict = verdict
 
@@ -59,7 +59,7 @@ class StoredMask(NamedTuple):
         """What makes it clear."""
         chosen = ",".join(f"{value:g}" for value in self.values if value not in (0, _VOID))
         return (
-            f"say which labels are the object, as in --foreground {chosen}"
+            f"say which labels are the object, as in --foreground {chosen} or DIR?foreground={chosen}"
             if self.verdict == "labels"
             else "save masks with 0 and 255 only, or choose labels with --foreground"
         )
@@ -85,8 +85,9 @@ def thresholded(content: bytes, path: AnyPath, threshold: int = MIDDLE) -> Tenso
 
 
 def chosen_labels(labels: np.ndarray, foreground: tuple[int, ...]) -> StoredMask:
-    """The mask of some of the labels."""
-    return StoredMask(torch.from_numpy(np.isin(labels, foreground))[None], "binary", _distinct(labels))
+    """The mask of some of the labels; with all that there are, if none of them was chosen."""
+    chosen = np.isin(labels, foreground)
+    return StoredMask(torch.from_numpy(chosen)[None], "binary", () if chosen.any() else _distinct(labels))
 
 
 def judged(values: np.ndarray, labels: np.ndarray | None = None) -> StoredMask:
@@ -94,7 +95,7 @@ def judged(values: np.ndarray, labels: np.ndarray | None = None) -> StoredMask:
     top = _scale(values)
     foreground = torch.from_numpy(_reached(values, MIDDLE))[None]
     if bool(((values == 0) | (values == top)).all()):
-        return StoredMask(foreground, "binary", _distinct(values))
+        return StoredMask(foreground, "binary")
     found = _distinct(values if labels is None else labels)
     low, high = (end * top / 255 for end in _BETWEEN)
     small = all(value == int(value) and 0 <= value < _BETWEEN[0] for value in found if value != _VOID)

@@ -185,9 +185,16 @@ class Config:
 
     batch: int = _option(16, whole(1), "samples a step, over all processes")
     accumulate: int = _option(1, whole(1), "steps whose gradients are added up before an update", rare=True)
-    lr: float = _option(1e-3, number(), "learning rate of SGD")
+    lr: float = _option(1e-3, number(), "learning rate")
+    optimizer: str = _option("sgd", one_of("sgd", "adamw"), "sgd or adamw", rare=True)
+    sampling: str = _option(
+        "natural",
+        one_of("natural", "balanced"),
+        "balanced repeats images of rare classes: all are seen alike",
+        rare=True,
+    )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
-    weight_decay: float = _option(0.0, number(), "weight decay of SGD", rare=True)
+    weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
     schedule: str = _option("constant", one_of("constant", "cosine", "onecycle"), "constant, cosine or onecycle")
     clip: float = _option(1.0, number(), "largest norm of the gradient; 0 for no limit", rare=True)
     early_stopping: int = _option(0, whole(0), "stop after so many epochs without a better validation loss", rare=True)
@@ -222,7 +229,7 @@ class Config:
     equalise: bool = _option(False, switch, "histogram equalisation", rare=True)
     augmentation: str = _option("none", one_of("none", "flip", "crop", "xray"), "none, flip, crop or xray")
     foreground: list[int] = _option([], labels, "labels that are the object, if masks are label maps: 1,2")
-    window: Any = _option(None, window, "what of more than 8 bits is black and white: low,high or auto")
+    window: Any = _option(None, window, "what of more than 8 bits is black and white: low,high or auto", rare=True)
     allow_missing_masks: bool = _option(
         False, switch, "train with a heatmap method though more than half of the masks are missing", rare=True
     )

@@ -27,7 +27,7 @@ from fasterisnet.training.digest import digest
 from fasterisnet.training.examining import examine_data
 from fasterisnet.training.launching import all_in_one_boat, start_fabric
 from fasterisnet.training.measuring import validate, watch
-from fasterisnet.training.method import build_method, preparation_of
+from fasterisnet.training.method import build_method, build_optimizer, preparation_of
 from fasterisnet.training.placing import CALIBRATION, TRAINING, WEIGHTS, Place
 from fasterisnet.training.report import write_report
 from fasterisnet.training.run import Card, Row, Run
@@ -101,11 +101,8 @@ class Training:
         self.state = state
         self.data = self._fingerprint()
         self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
         self.model = model
-        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), optimizer)
+        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), build_optimizer(config, model))
         self.progress = Progress()
         self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from fasterisnet import methods
 from fasterisnet.data.base import Source
 from fasterisnet.data.preparing import Preparation
@@ -49,6 +52,14 @@ def preparation_of(config: Config) -> Preparation:
         config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
         config.augmentation, window,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """What updates the weights; momentum is SGD's."""
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **common)
+    return torch.optim.SGD(model.parameters(), momentum=config.momentum, **common)
 
 
 def source_of(config: Config) -> Source:

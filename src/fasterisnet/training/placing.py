@@ -13,7 +13,7 @@ from fasterisnet.methods.base import Method
 from fasterisnet.training.config import Config
 
 # What random numbers are drawn for; with the seed, the epoch and the step they decide everything.
-WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS = range(5)
+WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS, SAMPLING = range(6)
 
 
 class Place:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from fasterisnet.data.base import FewerMasks, Samples, hold_out, present, readable_part
+from fasterisnet.data.base import FewerMasks, Samples, balanced, hold_out, present, readable_part
 from fasterisnet.data.preparing import Preparation, random_stream
 from fasterisnet.errors import InputError
 from fasterisnet.training.batches import Loader
 from fasterisnet.training.checks import check_classes_of, check_data
 from fasterisnet.training.method import source_of
-from fasterisnet.training.placing import MASKS, Place
+from fasterisnet.training.placing import MASKS, SAMPLING, Place
 
 
 class Splits:
@@ -33,6 +33,8 @@ class Splits:
         if config.mask_share < 1:
             training = FewerMasks(training, config.mask_share, random_stream(config.seed, MASKS))
         self.training_samples = len(training)
+        if config.sampling == "balanced":
+            training = balanced(training, random_stream(config.seed, SAMPLING))
         self.training = self._loader("train", training, training=True)
         self.validation = self._loader(config.validation, validation)
         self.watched = {name: self._loader(name, samples) for name, samples in watched.items()}
