@@ -43,7 +43,7 @@ KINDS = {
     "loader workers": ["--workers", "2"],
     "two processes": ["--workers", "1", "--devices", "2"],
 }
-OFTEN = [0.8, 0.1, 0.1]
+OFTEN = [0.6, 0.2, 0.2]
 ISSUE = [
     "--data", "drawn?size=16&per_class=20", "--model", "small", "--size", "16", "--batch", "12", "--workers", "2",
     "--method", "standard", "--epochs", "40", "--devices", "2", "--accelerator", "cpu",
