@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from fasterisnet.errors import FasterISNetError, InputError, UsageError
+from fasterisnet.errors import FasterISNetError, InputError, NonFiniteError, UsageError
 
 DONE, FAILED, USAGE = 0, 1, 2
 
@@ -188,7 +188,7 @@ def _train(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _say_error(f"stopped; {resume_hint(config)}")
         return FAILED
-    except (UsageError, LostProcessError):
+    except (UsageError, LostProcessError, NonFiniteError):
         raise
     except (FasterISNetError, OSError) as error:
         begun = (Path(config.out) / "state.pt").exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 
 from attacks.conftest import OPTIONS, copied, main, train
 from fasterisnet.models import build_model
+from training.driving import environment
 
 EVIL = """
 from pathlib import Path
@@ -32,8 +35,6 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(place)
     (place / "evil_net.py").write_text(EVIL.format(mark=str(tmp_path / "mark")))
     (place / "timm:evil_net.py").write_text(EVIL.format(mark=str(tmp_path / "mark")))
-    import sys
-
     monkeypatch.delitem(sys.modules, "evil_net", raising=False)
     yield tmp_path / "mark"  # pyright: ignore[reportReturnType]
     sys.modules.pop("evil_net", None)
@@ -114,3 +115,20 @@ def test_the_library_asks_too(mark: Path) -> None:
         with pytest.raises(ValueError, match="--trust"):
             build_model(name, 2)
     assert not mark.exists()
+
+
+@pytest.mark.slow
+def test_the_working_directory_is_no_place_for_packages(pictures: Path, tmp_path: Path) -> None:
+    """Data that brings a torch.py of its own; loader workers are started there."""
+    place = tmp_path / "downloaded"
+    place.mkdir()
+    for name in ("torch", "numpy", "yaml", "multiprocessing"):
+        (place / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    script = tmp_path / "script.py"
+    lines = ["import sys", "from fasterisnet.cli import main", "if __name__ == '__main__':", "    sys.exit(main())"]
+    script.write_text("\n".join(lines))
+    command = [sys.executable, str(script), "train", "--data", str(pictures), "--out", str(tmp_path / "run"), *OPTIONS]
+    command += ["--workers", "1", "--epochs", "1"]
+    done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "mark").exists()

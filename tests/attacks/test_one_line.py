@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from attacks.conftest import OPTIONS, copied, main, train
 from fasterisnet.training.config import Config
 from fasterisnet.training.launching import processes, resume_hint
 from training.driving import environment
+
+ABSENT = "mps" if torch.cuda.is_available() else "gpu"  # what this machine does not have
 
 
 def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +33,7 @@ def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         (["--lr", "1e400"], "lr is '1e400'"),
         (["--workers", "5000"], "workers is 5000"),
         (["--size", "1"], "1 px"),
-        (["--accelerator", "gpu"], "accelerator 'gpu' cannot be had"),
+        (["--accelerator", ABSENT], f"accelerator '{ABSENT}' cannot be had"),
         (["--epochs", "9" * 5000], "epochs is"),
         (["--mean", "[.nan, 0, 0]", "--std", "[1, 1, 1]"], "mean is"),
     ],
@@ -38,10 +41,6 @@ def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_options(
     options: list[str], message: str, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "gpu" in options:
-        import torch
-
-        assert not torch.cuda.is_available(), "this test is for machines without one"
     assert train(pictures, tmp_path / "run", *options) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1 and len(error) < 500

@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import forkserver
 from threading import Thread
 from typing import Any
 
@@ -26,6 +27,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 LEAST = 2  # batch norm cannot learn from one sample
 PATIENCE = 600.0  # seconds a batch may take to load
 MOMENT = 2.0  # seconds after which one looks whether somebody is still at work
+SAFE_PATH = "PYTHONSAFEPATH"
 SLOW = "DataLoader timed out"
 CROWD = 64  # loading processes that any machine is trusted with
 
@@ -222,9 +224,21 @@ class _Collate:
 
 
 def _server() -> Any:
-    """Where workers come from. What they import is imported there, once for all of them."""
-    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-    context.set_forkserver_preload([__name__]) if hasattr(os, "fork") else None
+    """Where workers come from. What they import is imported there, once for all of them.
+
+    Python would look for it in the working directory first, where anybody's files may lie.
+    """
+    if not hasattr(os, "fork"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[SAFE_PATH]
+        os.environ.update({} if before is None else {SAFE_PATH: before})
     return context
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -28,6 +28,7 @@ from fasterisnet.training.config import Config
 PARENT = "FASTERISNET_PARENT"  # environment variable: the process that started this one
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")  # environment variables that srun alone sets
 CAUSE = "fasterisnet/cause"  # where in the store of the processes the first one to fail says why
+NOTICED = Event()
 GRACE = 10.0  # seconds in which a process has to notice itself that another one is gone
 
 
@@ -123,6 +124,7 @@ def all_in_one_boat(fabric: Fabric, config: Config) -> Iterator[None]:
 
 def _lost(fabric: Fabric, config: Config) -> str:
     """Which process is gone, and why, as far as it can still be known."""
+    NOTICED.set()
     procs = getattr(fabric.strategy.launcher, "procs", [])
     _wait(procs, GRACE / 2)
     return _sentence(procs, config)
@@ -202,7 +204,8 @@ def _watch(procs: list[subprocess.Popen[Any]], config: Config) -> None:
     while any(proc.poll() is None for proc in procs) and not any(proc.poll() for proc in procs):
         time.sleep(0.5)
     if any(proc.poll() for proc in procs):
-        time.sleep(GRACE)
+        noticed = NOTICED.wait(GRACE)
+        time.sleep(6 * GRACE if noticed else 0)
         for proc in procs:
             proc.kill()
         sys.stderr.write(f"fasterisnet: {_sentence(procs, config)}\n")
