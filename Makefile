@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
+SOAK_ARGS ?= --minutes 30 --kills 200
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --upgrade --q
 export UV_HTTP_TIMEOUT ?= 300
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: help setup test lint format bench coverage-table demo lock clean
+.PHONY: help setup test lint format bench coverage-table soak demo lock clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +55,9 @@ bench: setup  ## what a training step with heatmaps costs
 
 coverage-table: setup  ## check every torchvision and many timm models, write docs/coverage.md
 	$(BIN)/python benchmarks/coverage.py
+
+soak: setup  ## kill runs at random for half an hour and compare them with runs that were left alone (SOAK_ARGS=...)
+	$(BIN)/python benchmarks/soak.py $(SOAK_ARGS)
 
 demo: setup  ## train a classifier that cheats and one that does not, and show where both look (3 minutes)
 	$(BIN)/fasterisnet demo --out runs/demo

@@ -6,7 +6,10 @@ Exit codes: 0 done, 1 the work failed, 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from fasterisnet.errors import FasterISNetError, UsageError
+from fasterisnet.errors import FasterISNetError, InputError, NonFiniteError, UsageError
 
 DONE, FAILED, USAGE = 0, 1, 2
 
@@ -29,6 +32,7 @@ def _command(commands: Any, name: str, does: str, example: str, work: Any) -> ar
         name, help=does, description=does, epilog=f"example:\n{example}", formatter_class=_Help, allow_abbrev=False
     )
     p.set_defaults(work=work, parser=p)
+    p._negative_number_matcher = re.compile(r"-\d[\d.,e+-]*$")  # --window -1000,400 is a value, not an option
     return p
 
 
@@ -89,7 +93,9 @@ def parser() -> argparse.ArgumentParser:
         inner, "check", "Find what is wrong with images, masks, classes and splits before a training does.",
         "  fasterisnet data check DIR", _check_data,
     )  # fmt: skip
-    p.add_argument("data", metavar="DIR", help="folder or CSV manifest")
+    p.add_argument("data", metavar="DIR", help="folder, CSV manifest, xray:DIR, dogs:DIR or mnist[:DIR]")
+    p.add_argument("--foreground", metavar="X", help="labels that are the object, if masks are label maps: 1,2")
+    p.add_argument("--window", metavar="X", help="what of more than 8 bits is black and white: low,high or auto")
     p.add_argument("--workers", type=_amount, default=2)
 
     _add_benchmark(commands)
@@ -126,7 +132,7 @@ def _amount(text: str) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    from fasterisnet.training.config import Config
+    from fasterisnet.training.config import Config, pretrained, switch
 
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
@@ -137,7 +143,8 @@ def _add_train(commands: Any) -> None:
     p.usage = "fasterisnet train --data DIR [--method NAME] [--model NAME] [option ...]"
     p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
     p.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped; takes no other option")
-    p.add_argument("--trust", action="store_true", help="with --resume: import the model the run names as code")
+    p.add_argument("--trust", action="store_true", help="import the model that --config or --resume names as code")
+    p.add_argument("--data-changed-ok", action="store_true", help="with --resume: go on although the data changed")
     p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
     for option in fields(Config):
         flag = "--" + option.name.replace("_", "-")
@@ -148,7 +155,8 @@ def _add_train(commands: Any) -> None:
             and option.name != "method"
         ):
             shown = f"{shown} ({option.default})"
-        p.add_argument(flag, metavar="X", help=shown, default=argparse.SUPPRESS, dest=f"option_{option.name}")
+        alone: Any = {"nargs": "?", "const": "true"} if option.metadata["check"] in (switch, pretrained) else {}
+        p.add_argument(flag, metavar="X", help=shown, default=argparse.SUPPRESS, dest=f"option_{option.name}", **alone)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -160,26 +168,33 @@ def _train(options: argparse.Namespace) -> int:
             default = option.default if option.default is not MISSING else []
             print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
         return DONE
-    from fasterisnet.training.launching import is_first_process
+    from fasterisnet.training.launching import LostProcessError, is_first_process, resume_hint
     from fasterisnet.training.loop import train
-    from fasterisnet.training.run import Run, names_code
+    from fasterisnet.training.run import Run
     from fasterisnet.training.watching import Terminal
 
     if options.resume:
         if given or options.config:
             raise UsageError("--resume takes the options of the run it goes on with, and no others.")
-        run = Run(options.resume)
-        config = run.config
-        run.check_trust(config.model, options.trust)
+        config = Run(options.resume).config
         config.out = options.resume
     else:
         config = Config.read(Path(options.config) if options.config else None, given)
+    trust = options.trust or (not options.resume and "model" in given)  # who writes a name into a command means it
     try:
         with Terminal() as watcher:
-            run = train(config, resume=bool(options.resume), watcher=watcher)
+            run = train(
+                config, resume=bool(options.resume), watcher=watcher, trust=trust,
+                data_changed_ok=options.data_changed_ok,
+            )  # fmt: skip
     except KeyboardInterrupt:
-        trust = " --trust" if names_code(config.model) else ""
-        print(f"fasterisnet: stopped; go on with: fasterisnet train --resume {config.out}{trust}", file=sys.stderr)
+        _say_error(f"stopped; {resume_hint(config)}")
+        return FAILED
+    except (UsageError, LostProcessError, NonFiniteError):
+        raise
+    except (FasterISNetError, OSError) as error:
+        begun = (Path(config.out) / "state.pt").exists()
+        _say_error(f"{error}{'' if str(error).endswith('.') else '.'} {resume_hint(config)}" if begun else str(error))
         return FAILED
     if is_first_process():
         print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")
@@ -194,7 +209,7 @@ def _value(name: str, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
 
@@ -203,16 +218,19 @@ def _value(name: str, text: str) -> Any:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fasterisnet.data.base import readable_part
+    from fasterisnet.data.decoding import readable
     from fasterisnet.data.sources import is_own, open_source
     from fasterisnet.training.report import check_classes, metrics_of, own_classes, table
     from fasterisnet.training.run import Run
 
+    _check_file(options.json)
     run = Run(options.run)
     config = run.config
     model, card = run.load_model(trust=options.trust)
     data = options.data or config.data
-    refine = {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
-    source = open_source(data, seed=config.seed, **own_classes(data, card), **refine)
+    own = {"foreground": config.foreground or None, "window": card.prepare.window} if is_own(data) else {}
+    own |= {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
+    source = open_source(data, seed=config.seed, **own_classes(data, card), **own)
     check_classes(card, source)
     names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
     if not names:
@@ -224,8 +242,16 @@ def _evaluate(options: argparse.Namespace) -> int:
             samples, problems = readable_part(samples, options.workers)
             for text in problems:
                 print(f"Skipped: {text}")
+        if len(samples) == 0:
+            raise InputError(f"None of the images of '{readable(name)}' can be read, so there is nothing to test on.")
         results[name] = metrics_of(
-            model, card, samples, batch=options.batch, workers=options.workers, attention=not options.no_attention
+            model,
+            card,
+            samples,
+            name=name,
+            batch=options.batch,
+            workers=options.workers,
+            attention=not options.no_attention,
         )
     print(table(results))
     if options.json:
@@ -292,14 +318,24 @@ def _audit(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _check_file(path: str | None) -> None:
+    """Whether a file can be written there, before the work that would fill it."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise UsageError(f"{path} is a folder; give the name of the file to write.")
+    there = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError(f"{path} cannot be written: {there} is not a folder that you may write to.")
+
+
 def _export(options: argparse.Namespace) -> int:
     import torch
 
     from fasterisnet.evaluation.export import export_model
     from fasterisnet.training.run import Run
 
-    if Path(options.out).is_dir():
-        raise UsageError(f"{options.out} is a folder; give the name of the file to write.")
+    _check_file(options.out)
     model, card = Run(options.run).load_model(trust=options.trust)
     size, channels = card.prepare.size, card.prepare.channels
     export_model(model, options.out, options.format, example=torch.rand(2, channels, size, size))
@@ -309,10 +345,13 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check_data(options: argparse.Namespace) -> int:
     from fasterisnet.data.check import check_data
+    from fasterisnet.data.sources import is_own, parts_of
 
-    if not Path(options.data).exists():
+    if is_own(options.data) and not Path(parts_of(options.data)[0]).expanduser().exists():
         raise UsageError(f"{options.data} does not exist.")
-    report = check_data(options.data, workers=max(options.workers, 1))
+    report = check_data(
+        options.data, foreground=options.foreground, window=options.window, workers=max(options.workers, 1)
+    )
     print(report)
     return FAILED if report.fatal else DONE
 
@@ -331,6 +370,7 @@ def _add_benchmark(commands: Any) -> None:
     p.add_argument("--runs", metavar="DIR", help="where run folders go (default: runs/NAME)")
     p.add_argument("--results", metavar="DIR", help="where results go (default: results/NAME)")
     p.add_argument("--set", metavar="KEY=X", action="append", default=[], help="change an option of all rows")
+    p.add_argument("--trust", action="store_true", help="import the models that the recipe names as code")
     p.add_argument("--report", action="store_true", help="train nothing; table and figures from the results")
     p.add_argument("--list", action="store_true", help="show the rows and their recipes, and stop")
 
@@ -358,27 +398,42 @@ def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
     options.parser.error(f"unknown {'option' if word.startswith('-') else 'word'} '{word}'{hint}")
 
 
+def _say_error(text: str) -> None:
+    """One line; of several processes of a run only the first one speaks of what all of them know."""
+    print(f"fasterisnet: {text}", file=sys.stderr)
+
+
+def _known_to_all(error: FasterISNetError) -> bool:
+    """Whether the first process of a run says the same as this one, which is another."""
+    launching = sys.modules.get("fasterisnet.training.launching")
+    if launching is None or launching.is_first_process():
+        return False
+    return isinstance(error, UsageError | launching.LostProcessError)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not have every letter of a file name
     try:
         options, unknown = parser().parse_known_args(arguments)
         if unknown:
             _refuse(options, unknown)
         return options.work(options)
-    except UsageError as error:
-        print(f"fasterisnet: {error}", file=sys.stderr)
-        return USAGE
     except FasterISNetError as error:
-        print(f"fasterisnet: {error}", file=sys.stderr)
+        if not _known_to_all(error):
+            _say_error(str(error))
+        return USAGE if isinstance(error, UsageError) else FAILED
     except KeyboardInterrupt:
-        print("fasterisnet: stopped", file=sys.stderr)
+        _say_error("stopped")
     except OSError as error:
-        print(f"fasterisnet: {error}", file=sys.stderr)
+        _say_error(str(error))
     except ModuleNotFoundError as error:
-        print(f"fasterisnet: {error}; install it with: pip install 'fasterisnet[train]'", file=sys.stderr)
+        _say_error(f"{error}; install it with: pip install 'fasterisnet[train]'")
     except Exception as error:  # noqa: BLE001  the last line of a traceback is what a user needs first
         traceback.print_exc()
-        print(f"fasterisnet: {type(error).__name__}: {error}", file=sys.stderr)
+        _say_error(f"{type(error).__name__}: {error}")
     return FAILED
 
 

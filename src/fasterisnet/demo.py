@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasterisnet.benchmark.results import difference
 from fasterisnet.data.base import Samples
 from fasterisnet.data.sources import open_source
+from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import background_mass
 from fasterisnet.evaluation.figures import overlay
 from fasterisnet.lrp.explain import explain
@@ -62,8 +64,8 @@ def run(folder: Path, *, seed: int = 0, say: Callable[[str], None] = lambda _: N
     rows = []
     for name, options in RUNS.items():
         out = folder / name
-        shutil.rmtree(out, ignore_errors=True)
         config = Config(**COMMON, **options, seed=seed, out=str(out))
+        _make_way(out, config)
         say(f"\n{NAMES[name]}, {config.epochs} epochs")
         start = time.perf_counter()
         trained = train(config, watcher=_Speaker(say))
@@ -80,6 +82,19 @@ def run(folder: Path, *, seed: int = 0, say: Callable[[str], None] = lambda _: N
         say(line)
     say(f"\nThe page: {folder / 'index.html'}   the numbers: {folder / 'summary.json'}")
     return summary
+
+
+def _make_way(out: Path, config: Config) -> None:
+    """Removes the run of a demo before this one, and nothing else."""
+    if not out.exists():
+        return
+    earlier = Run(out)
+    unlike = (
+        difference(vars(earlier.config), vars(config), "seed") if earlier.path("config.yaml").is_file() else "no run"
+    )
+    if unlike is not None and any(out.iterdir()):
+        raise UsageError(f"{out} is not the run of an earlier demo, so it is not removed; choose another --out.")
+    shutil.rmtree(out)
 
 
 def _terminal(summary: dict[str, dict[str, float]]) -> list[str]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
+
+TEMPORARY = re.compile(r"^\..*\.(\d+)\.tmp(\.\w+)?$")
+RESERVED = frozenset('/\\:*?"<>|%')
+LONGEST = 100  # bytes
 
 
 @contextmanager
@@ -14,20 +21,68 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
-    temporary.touch()
-    mode = temporary.stat().st_mode
-    temporary.unlink()
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        temporary.unlink()
         yield temporary
         temporary.chmod(mode)  # some libraries write files that only their owner may read
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        _keep_entries(path.parent)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):  # of a full disk, say; nobody knows the temporary name
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_bytes(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
+    """Write a file at once."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(content)
+
+
 def write_text(path: str | os.PathLike[str], content: str) -> None:
     """Write a text file at once."""
-    with replacing(path) as temporary:
-        temporary.write_text(content, encoding="utf-8")
+    write_bytes(path, content.encode("utf-8"))
+
+
+def remove_leftovers(folder: Path, *, of_anyone: bool = False) -> list[str]:
+    """Temporary files that killed processes left in a folder; of_anyone: nobody else can be writing there."""
+    gone = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        found = TEMPORARY.match(path.name)
+        if found and path.is_file() and not path.is_symlink() and (of_anyone or not _alive(int(found[1]))):
+            path.unlink(missing_ok=True)
+            gone.append(path.name)
+    return gone
+
+
+def file_name(text: str) -> str:
+    """Any text as a part of a file name: what could be a path or cannot be printed is written as %XX."""
+    name = "".join(c if c.isprintable() and c not in RESERVED else quote(c, "", errors="surrogatepass") for c in text)
+    longest = name.encode()[:LONGEST].decode(errors="ignore")
+    return name if longest == name else f"{longest}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _keep_entries(folder: Path) -> None:
+    """The new name outlives a power cut only when the folder is on the disk too."""
+    if hasattr(os, "O_DIRECTORY"):
+        entry = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(entry)
+        finally:
+            os.close(entry)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return process != os.getpid()

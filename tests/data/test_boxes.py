@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pycocotools import mask as mask_tools
 
-from fasterisnet.data.boxes import Box, boxes_of, boxes_to_mask, read_coco, read_voc, refine
+from fasterisnet.data.boxes import Box, Runs, boxes_of, boxes_to_mask, read_coco, read_voc, refine
 from fasterisnet.errors import InputError
 
 NAN = float("nan")
@@ -89,6 +90,79 @@ def test_coco(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps(coco()))
     assert read_coco(path) == {"a.png": [Box(1, 2, 3, 4.5, "cat"), Box(0, 0, 1, 1, "")], "b.png": []}
+
+
+def test_outlines_of_a_coco_file_are_drawn(tmp_path: Path) -> None:
+    """Polygons, run lengths as numbers and as text; each shape is known beforehand."""
+    square, stripe, corner = (np.zeros((6, 8), bool) for _ in range(3))
+    square[1:4, 2:5], stripe[:, 3], corner[4:, 6:] = True, True, True
+    runs = [*(6 * 3, 6), 6 * 4]
+    packed = mask_tools.encode(np.asfortranarray(corner.astype(np.uint8)))
+    segmentations: list[Any] = [
+        [[2, 1, 5, 1, 5, 4, 2, 4]],
+        {"size": [6, 8], "counts": runs},
+        {"size": [6, 8], "counts": packed["counts"].decode()},
+        [[2, 1, 5, 1, 5, 4, 2, 4], [6, 4, 8, 4, 8, 6, 6, 6]],
+        [],
+    ]
+    wanted = [square, stripe, corner, square | corner, np.ones((6, 8), bool)]
+    path = tmp_path / "c.json"
+    for i, (segmentation, shape) in enumerate(zip(segmentations, wanted, strict=True)):
+        annotation = {"image_id": 7, "segmentation": segmentation, **({"bbox": [0, 0, 8, 6]} if i % 2 == 0 else {})}
+        path.write_text(json.dumps(coco(annotations=[annotation])))
+        mask = boxes_to_mask(read_coco(path)["a.png"], 6, 8)
+        assert torch.equal(mask[0], torch.from_numpy(shape)), segmentation
+
+
+def test_run_lengths_as_text_are_the_same_as_numbers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "c.json"
+    for density in (0.02, 0.5, 0.9):
+        shape = rng.random((37, 51)) < density
+        text = mask_tools.encode(np.asfortranarray(shape.astype(np.uint8)))["counts"].decode()
+        segmentation = {"size": [37, 51], "counts": text}
+        path.write_text(json.dumps(coco(annotations=[{"image_id": 7, "segmentation": segmentation}])))
+        assert torch.equal(boxes_to_mask(read_coco(path)["a.png"], 37, 51)[0], torch.from_numpy(shape))
+
+
+@pytest.mark.parametrize(
+    "segmentation",
+    [
+        [[1, 2, 3, 4]],
+        [[1, 2, 3, 4, 5, "6"]],
+        [[1, 2, 3, 4, 5, 1e999]],
+        [[1, 2, 3, 4, 5, 6, 7]],
+        "text",
+        {"size": [6, 8]},
+        {"size": [6, 8], "counts": [3, 4]},
+        {"size": [6, 8], "counts": [-3, 51]},
+        {"size": [6, 8], "counts": "???"},
+        {"size": [6, 8], "counts": "o" * 100_000},
+        {"size": [10**9, 10**9], "counts": [10**18]},
+    ],
+)
+def test_outlines_that_are_none(tmp_path: Path, segmentation: Any) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(coco(annotations=[{"image_id": 7, "bbox": [0, 0, 1, 1], "segmentation": segmentation}])))
+    with pytest.raises(InputError, match="annotation 0 has a segmentation that is neither"):
+        read_coco(path)
+
+
+def test_outlines_that_do_not_fit_the_image() -> None:
+    with pytest.raises(InputError, match="is 8 x 6, but the image is 6 x 8"):
+        boxes_to_mask([Box(0, 0, 1, 1, "", Runs(6, 8, b"`1"))], 8, 6)
+    with pytest.raises(InputError, match="far outside the image"):
+        boxes_to_mask([Box(0, 0, 1, 1, "", ((0.0, 0.0, 1e9, 0.0, 1.0, 1.0),))], 8, 6)
+
+
+def test_outlines_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.json"
+    monkeypatch.setitem(sys.modules, "pycocotools.mask", None)
+    path.write_text(json.dumps(coco()))
+    assert len(read_coco(path)["a.png"]) == 2
+    path.write_text(json.dumps(coco(annotations=[{"image_id": 7, "segmentation": [[0, 0, 1, 0, 1, 1]]}])))
+    with pytest.raises(InputError, match=r"fasterisnet\[coco\]"):
+        read_coco(path)
 
 
 @pytest.mark.parametrize(

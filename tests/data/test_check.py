@@ -92,7 +92,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
     ),
     "class numbers": (
         lambda d: save(d / "masks/val/dog/0.png", SHAPE // 85),
-        {"gray": 1, "empty": 1},
+        {"labels": 1},
         "masks/val/dog/0.png",
     ),
     "class never trained": (
@@ -100,16 +100,21 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         {"not trained": 1, "not tested": 1, "no mask": 1},
         "train",
     ),
-    "class never tested": (lambda d: save(d / "train/owl/0.png", noise(99)), {"not tested": 2, "no mask": 1}, "test"),
+    "class never tested": (lambda d: save(d / "train/owl/0.png", noise(99)), {"not tested": 2, "no mask": 1}, "val"),
     "duplicate": (
         lambda d: (d / "test/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
         {"duplicate": 1},
         "train/cat/0.png",
     ),
-    "duplicate within a split": (
-        lambda d: (d / "train/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
+    "duplicate within a class": (
+        lambda d: (d / "train/cat/1.png").write_bytes((d / "train/cat/0.png").read_bytes()),
         {},
         "",
+    ),
+    "same file under two classes": (
+        lambda d: (d / "train/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
+        {"two classes": 1},
+        "train/cat/0.png",
     ),
     "no train": (
         lambda d: (d / "train").rename(d / "training"),
@@ -239,7 +244,7 @@ def test_a_manifest_with_every_problem(tmp_path: Path) -> None:
         "image,split,label,mask,patient,x,y,w,h",
         "i0.png,train,cat,m.png,p0,,,,",
         "i1.png,train,dog,m.png,p1,,,,",
-        "i1.png,train,cat,m.png,p1,,,,",  # listed twice
+        "i1.png,train,cat,m.png,p1,,,,",  # another label
         "i2.png,test,cat,m.png,p1,,,,",  # patient in train
         "i3.png,test,owl,m.png,p3,,,,",  # class not in train, and test has no dog
         "gone.png,train,cat,m.png,p4,,,,",
@@ -262,7 +267,7 @@ def test_a_manifest_with_every_problem(tmp_path: Path) -> None:
         "group": 1,
         "not trained": 1,
         "not tested": 1,
-        "repeated": 1,
+        "two labels": 1,
         "no split": 1,
     }
     assert "line 9: has no label" in row(report, "label").examples[0]
@@ -310,3 +315,22 @@ def test_a_patient_may_be_in_two_tests_but_not_in_training_and_test(tmp_path: Pa
     rows = ["i0.png,train,x,p0", f"i1.png,{first},x,me", f"i2.png,{second},x,me", f"i3.png,{second},x,me"]
     (tmp_path / "manifest.csv").write_text("\n".join(["image,split,label,group", *rows]))
     assert kinds(check_data(tmp_path)) == {"one class": 1, "no mask": 4, kind: 1}
+
+
+def test_data_known_by_name_is_checked_too(tmp_path: Path) -> None:
+    report = check_data("drawn?size=16&per_class=3&classes=2")
+    assert report.rows == [] and report.splits["train"] == 6 and report.masks == report.splits
+    lines = ["split,class_id,class_name,image,mask"]
+    for i in range(12):
+        save(tmp_path / "images" / f"{i}.png", noise(i))
+        save(tmp_path / "masks" / f"{i}.png", SHAPE)
+        lines.append(
+            f"{'trainval' if i < 10 else 'test'},{i % 2},{('pug', 'poodle')[i % 2]},images/{i}.png,masks/{i}.png"
+        )
+    (tmp_path / "index.csv").write_text("\n".join(lines))
+    assert not check_data(f"dogs:{tmp_path}").fatal
+    cut(tmp_path / "images/10.png")
+    save(tmp_path / "masks/11.png", SHAPE[:, 1:])
+    report = check_data(f"dogs:{tmp_path}")
+    assert row(report, "image").count == 6 and "images/10.png" in row(report, "image").examples[0]  # in three tests
+    assert check_data(f"dogs:{tmp_path / 'images'}").found("cannot be opened") is not None

@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 
 from fasterisnet.data.base import BadImageError, Source
-from fasterisnet.data.decoding import decode_mask, read_image, read_mask, readable
+from fasterisnet.data.decoding import readable
 from fasterisnet.data.folder import Columns, FolderSamples, open_folder
+from fasterisnet.data.masks import decode_mask, thresholded
+from fasterisnet.data.reading import read_image, read_mask
 from fasterisnet.errors import InputError
 
 RNG = np.random.default_rng(0)
@@ -166,7 +168,7 @@ def test_masks_of_one_and_of_255_are_the_same(tmp_path: Path, top: int, suffix: 
     path = save(tmp_path / f"m.{suffix}", SHAPE.astype(np.uint8) * np.uint8(top))
     mask = read_mask(path)
     assert mask.dtype == torch.bool and torch.equal(mask, torch.from_numpy(SHAPE)[None])
-    assert decode_mask(path.read_bytes(), path).binary
+    assert decode_mask(path.read_bytes(), path).verdict == "binary"
 
 
 def test_masks_of_other_modes(tmp_path: Path) -> None:
@@ -189,17 +191,19 @@ def test_masks_of_other_modes(tmp_path: Path) -> None:
         path = save(tmp_path / name, picture)
         mask = decode_mask(path.read_bytes(), path)
         assert torch.equal(mask.foreground, wanted), name
-        assert mask.binary, name
+        assert mask.verdict == "binary", name
 
 
-def test_gray_masks_are_cut_at_the_threshold_and_known_as_not_binary(tmp_path: Path) -> None:
+def test_gray_masks_can_be_cut_at_a_threshold_but_are_known_as_not_binary(tmp_path: Path) -> None:
     values = np.array([[0, 1, 127, 128, 129, 255]], np.uint8)
     path = save(tmp_path / "m.png", values)
-    assert read_mask(path)[0, 0].tolist() == [False, False, False, True, True, True]
-    assert read_mask(path, threshold=1)[0, 0].tolist() == [False] + 5 * [True]
-    assert not decode_mask(path.read_bytes(), path).binary
+    assert thresholded(path.read_bytes(), path)[0, 0].tolist() == [False, False, False, True, True, True]
+    assert thresholded(path.read_bytes(), path, 1)[0, 0].tolist() == [False] + 5 * [True]
+    with pytest.raises(BadImageError, match="between black and white"):
+        read_mask(path)
     path = save(tmp_path / "class_numbers.png", SHAPE.astype(np.uint8) * np.uint8(3))
-    assert not decode_mask(path.read_bytes(), path).binary
+    with pytest.raises(BadImageError, match=r"label map of 0, 3; .* --foreground 3"):
+        read_mask(path)
     path = save(tmp_path / "nan.tif", np.full((2, 2), np.nan, np.float32))
     with pytest.raises(BadImageError, match="not numbers"):
         read_mask(path)
@@ -524,3 +528,23 @@ def test_refining_is_asked_for_when_the_data_is_opened(tmp_path: Path, monkeypat
     monkeypatch.setattr("fasterisnet.data.folder.refine", lambda image, mask: ~mask)
     refined = train.read(0).mask
     assert refined is not None and torch.equal(refined, ~box_mask((1, 2, 3, 4)))
+
+
+def test_what_is_no_file_does_not_hang(tmp_path: Path) -> None:
+    """A device has no end, and a pipe nobody writes to no beginning; wherever a file is expected."""
+    for name in ("pipe.png", "pipe.dcm", "pipe.nii", "pipe", "pipe.csv"):
+        os.mkfifo(tmp_path / name)
+    save(tmp_path / "a.png", GRAY)
+    images = ["/dev/zero", "pipe.png", "pipe.dcm", "pipe.nii", "pipe"]
+    rows = [f"{name},,train,cat" for name in images] + ["a.png,/dev/zero,train,dog", "a.png,pipe.nii,train,dog"]
+    (tmp_path / "m.csv").write_text("\n".join(["image,mask,split,label", *rows]))
+    samples = open_folder(tmp_path / "m.csv").split("train")
+    for i in range(len(rows)):
+        with pytest.raises(BadImageError, match="is not a file"):
+            samples.read(i)
+    for path in (tmp_path / "pipe.csv", "/dev/zero"):
+        with pytest.raises(InputError, match="is not a file"):
+            open_folder(path)
+    for file in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(InputError, match="is not a file"):
+            open_folder(tmp_path / "m.csv", boxes=file)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fasterisnet.data.base import Label, Reading, Samples, Subset, hold_out
+from fasterisnet.data.base import Label, Reading, Samples, Subset, balanced, hold_out
 from fasterisnet.data.preparing import Augmentation, Preparation, Prepared, random_stream
 from fasterisnet.errors import InputError
 
@@ -367,3 +367,14 @@ def test_a_subset_hands_on_what_it_has() -> None:
 def test_impossible_shares_are_refused(number: int, share: float, words: str) -> None:
     with pytest.raises(InputError, match=words):
         hold_out(Drawn([0] * number), share, 0)
+
+
+def test_balanced_samples_have_every_class_equally_often() -> None:
+    labels = [0] * 7 + [1] * 3 + [2]
+    samples = Drawn(labels)
+    found = balanced(samples, 5)
+    assert [sum(found.label(i) == label for i in range(len(found))) for label in range(3)] == [7, 7, 7]
+    times = [found.chosen.count(i) for i in range(len(labels))]
+    assert times[:7] == [1] * 7 and sorted(times[7:10]) == [2, 2, 3] and times[10] == 7
+    assert found.chosen == balanced(samples, 5).chosen
+    assert len({tuple(balanced(samples, seed).chosen) for seed in range(9)}) > 1

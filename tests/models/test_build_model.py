@@ -11,8 +11,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from fasterisnet.errors import InputError
-from fasterisnet.models import build_model, model_names, small_network
+from fasterisnet.errors import InputError, UsageError
+from fasterisnet.models import build_model, model_names, names_code, small_network
 
 
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -149,12 +149,12 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_functions_get_what_they_ask_for(own_module: str) -> None:
-    both = build_model(f"{own_module}:both", 5, channels=2)
+    both = build_model(f"{own_module}:both", 5, channels=2, trust=True)
     assert both(torch.rand(1, 2, 4, 4)).shape == (1, 5)
-    assert build_model(f"{own_module}:neither", 5).weight.shape == (3, 2)
-    assert build_model(f"{own_module}:everything", 6).weight.shape == (6, 2)
-    assert build_model(f"{own_module}:taught", 2).bias.tolist() == [0, 0]
-    assert build_model(f"{own_module}:taught", 2, pretrained=True).bias.tolist() == [9, 9]
+    assert build_model(f"{own_module}:neither", 5, trust=True).weight.shape == (3, 2)
+    assert build_model(f"{own_module}:everything", 6, trust=True).weight.shape == (6, 2)
+    assert build_model(f"{own_module}:taught", 2, trust=True).bias.tolist() == [0, 0]
+    assert build_model(f"{own_module}:taught", 2, pretrained=True, trust=True).bias.tolist() == [9, 9]
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,36 @@ def test_functions_get_what_they_ask_for(own_module: str) -> None:
 )
 def test_functions_that_do_not_work(own_module: str, name: str, options: dict[str, bool], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build_model(name.format(own_module), 3, **options)
+        build_model(name.format(own_module), 3, trust=True, **options)
 
 
 def test_a_module_that_lacks_something_itself(own_module: str) -> None:
     Path("helper_beside.py").write_text("import no_such_dependency")
     with pytest.raises(InputError, match=r"Importing .* failed: No module named 'no_such_dependency'"):
-        build_model(f"{own_module}:both", 3)
+        build_model(f"{own_module}:both", 3, trust=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["{}:both", "timm:{}:both", "torchvision:{}:both", "timm:resnet18.{}:both", ":{}:both"]
+)
+def test_names_become_code_only_where_somebody_said_so(own_module: str, name: str) -> None:
+    """The gate and the import read a name alike: whatever is not a library's name is code."""
+    name = name.format(own_module)
+    assert names_code(name)
+    with pytest.raises(UsageError, match="say --trust"):
+        build_model(name, 3)
+    assert own_module not in __import__("sys").modules
+    if name != f"{own_module}:both":
+        with pytest.raises(UsageError, match="There is no model"):
+            build_model(name, 3, trust=True)
+        assert own_module not in __import__("sys").modules
+
+
+@pytest.mark.parametrize(
+    "name", ["small", "resnet18", "torchvision:resnet18", "timm:resnet18d", "timm:resnet18.a1_in1k"]
+)
+def test_names_of_libraries_are_no_code(name: str) -> None:
+    assert not names_code(name)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

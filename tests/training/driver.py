@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fasterisnet.training import loop
+from fasterisnet.training import loop, run
 from fasterisnet.training.config import Config
+from fasterisnet.writing import replacing
 
 
 def die() -> None:
@@ -45,16 +44,16 @@ def die_at(what: str, number: int) -> None:
 
         loop.Training._update = deadly_update
     else:
-        save = torch.save
+        write = run.write_bytes
 
-        def deadly_save(state: Any, path: Path) -> None:
-            save(state, path)
-            if counted():
-                content = path.read_bytes()
-                path.write_bytes(content[: len(content) // 2])
-                die()
+        def deadly_write(path: Path, content: memoryview) -> None:
+            if path.name == "state.pt" and counted():
+                with replacing(path) as temporary:
+                    temporary.write_bytes(content[: len(content) // 2])
+                    die()
+            write(path, content)
 
-        torch.save = deadly_save
+        run.write_bytes = deadly_write
 
 
 def main() -> None:
@@ -64,7 +63,7 @@ def main() -> None:
     for what in ("step", "error", "checkpoint"):
         if what in rest and here:
             die_at(what, int(rest[rest.index(what) + 1]))
-    loop.train(Config(**json.loads(Path(config).read_text())), resume=resume)
+    loop.train(Config(**json.loads(Path(config).read_text())), resume=resume, trust=True)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,27 @@ def test_every_epoch_and_seed_has_an_order_of_its_own() -> None:
     assert order(1, 2) == orders[5]
 
 
-@pytest.mark.parametrize(
-    ("samples", "processes", "count"), [(21, 1, 2), (22, 1, 3), (23, 2, 2), (24, 2, 3), (20, 2, 2)]
-)
-def test_a_last_batch_too_small_to_learn_from_is_left_out(samples: int, processes: int, count: int) -> None:
-    batches = Batches(samples, 10, seed=0, shuffle=True, share=(0, processes))
-    assert batches.count() == len(list(batches)) == count
+@pytest.mark.parametrize(("samples", "count"), [(20, 2), (21, 2), (22, 3), (23, 3)])
+def test_only_a_last_batch_of_one_sample_is_left_out(samples: int, count: int) -> None:
+    for processes in (1, 2, 3):
+        batches = Batches(samples, 10, seed=0, shuffle=True, share=(0, processes))
+        assert batches.count() == len(list(batches)) == count
+
+
+@given(st.integers(2, 60), st.integers(2, 12), st.integers(1, 5))
+def test_processes_learn_from_what_one_would(samples: int, size: int, processes: int) -> None:
+    """Every process has as many batches, and a last one is shared so that nobody has a single sample."""
+    whole = list(Batches(samples, size, seed=3, shuffle=True))
+    parts = [list(Batches(samples, size, seed=3, shuffle=True, share=(r, processes))) for r in range(processes)]
+    assert {len(part) for part in parts} == {len(whole)}
+    for number, batch in enumerate(whole):
+        shares = [part[number] for part in parts]
+        assert sorted(key for share in shares for key in share) == sorted(batch)
+        counted, among = Batches(samples, size, seed=3, shuffle=True, share=(0, processes)).shared(number)
+        assert counted == len(batch)
+        assert [share for share in shares[:among] if share] == [
+            batch[r::among] for r in range(among) if batch[r::among]
+        ]
+        assert not any(shares[among:])
+        if len(batch) < size:
+            assert 1 not in map(len, shares)

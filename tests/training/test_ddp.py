@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fasterisnet.losses import Ranges
 from fasterisnet.training.run import Run
 from training.driving import driven
 
@@ -45,14 +46,32 @@ def test_two_processes_are_one(tmp_path: Path, method: str, masks: float) -> Non
 
 
 @pytest.mark.slow
+def test_batches_that_do_not_divide(tmp_path: Path) -> None:
+    """24 pictures in batches of 7: 4 and 3, and of the last three all for one process; with the calibration."""
+    changes = {"data": "drawn?per_class=8&size=16", "method": "stochastic", "batch": 7, "ranges": None, "momentum": 0.9}
+    changes |= {"calibration_epochs": 1, "calibration_lr": 0.1}
+    one, metrics = trained(tmp_path / "one", **changes)
+    two, logged = trained(tmp_path / "two", devices=2, **changes)
+    assert [row["updates"] for row in logged] == [row["updates"] for row in metrics] == [4, 8]
+    ranges = [Ranges.load(tmp_path / name / "calibration.json").depths["input"] for name in ("one", "two")]
+    for mine, other in zip(*ranges, strict=True):
+        assert mine == pytest.approx(other, rel=1e-9)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    for row, other in zip(metrics, logged, strict=True):
+        assert other == pytest.approx(row, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["step", "error"])
 def test_a_process_that_dies_ends_the_run_and_resume_goes_on(tmp_path: Path, end: str) -> None:
     options = {**OPTIONS, "method": "stochastic", "batch": 60, "checkpoint_every": 1, "devices": 2, "model": "small"}
     options |= {"ranges": None, "calibration_epochs": 1, "precision": "32-true"}
     broken = driven(tmp_path / "run", options, end, "5", "rank1")
-    assert broken.returncode != 0
-    if end == "error":
-        assert "something went wrong here" in broken.stderr
+    assert broken.returncode == 1
+    cause = {"step": "process 1 was killed (signal 9)", "error": "RuntimeError: something went wrong here"}[end]
+    last = broken.stderr.splitlines()[-1]
+    assert cause in last and f"go on with: fasterisnet train --resume {tmp_path / 'run'}" in last
     done = driven(tmp_path / "run", options, "resume")
     assert done.returncode == 0, done.stderr
     whole = driven(tmp_path / "whole", options)

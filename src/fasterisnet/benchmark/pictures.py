@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples
@@ -16,17 +16,17 @@ from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.lrp.explain import explain
 from fasterisnet.training.report import read, viewable
 from fasterisnet.training.run import Run
-from fasterisnet.writing import replacing
+from fasterisnet.writing import write_bytes
 
 SHOWN = 4
 
 
-def save_maps(run: Run, samples: Samples, path: Path) -> None:
+def save_maps(run: Run, samples: Samples, path: Path, *, trust: bool = False) -> None:
     """Test samples of different classes, their masks, and the map of their true class.
 
     Epsilon, and zB at the first layer if the network begins with one that zB applies to.
     """
-    model, card = run.load_model(trust=True)
+    model, card = run.load_model(trust=trust)
     images, masks, found = read(samples, _of_different_classes(samples, SHOWN), card)
     labels = torch.tensor([_class_of(label) for label in found])
     try:
@@ -34,8 +34,7 @@ def save_maps(run: Run, samples: Samples, path: Path) -> None:
     except RuleError:
         maps = explain(model, images, labels)
     content = {"images": viewable(images, card), "masks": masks, "maps": maps.sum(1).nan_to_num()}
-    with replacing(path) as temporary:
-        save_file({key: value.contiguous() for key, value in content.items()}, temporary)
+    write_bytes(path, save({key: value.contiguous() for key, value in content.items()}))
 
 
 def _class_of(label: Label) -> int:
@@ -68,6 +67,8 @@ def heatmap_grid(files: dict[str, Path], path: Path) -> list[str]:
 
 
 def _loaded(file: Path) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise InputError(f"{file} is not a file; it holds no maps of a benchmark.")
     try:
         content = load_file(file)
     except (SafetensorError, OSError) as error:

@@ -12,6 +12,7 @@ import yaml
 
 from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import UsageError
+from fasterisnet.reading import read_file
 from fasterisnet.training.config import Config, nearest
 
 OPTIONS = [option.name for option in fields(Config)]
@@ -37,8 +38,8 @@ class Recipe:
         source = Path(file) if file else resources.files("fasterisnet.benchmark") / "recipes" / f"{name}.yaml"
         what = f"The recipe {file or name}"
         try:
-            content = yaml.safe_load(source.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            content = yaml.safe_load(read_file(Path(str(source)), pipes=True).decode("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             raise UsageError(f"{what} cannot be read: {error}") from error
         if not isinstance(content, dict):
             raise UsageError(f"{what} has to hold keys and values.")
@@ -77,5 +78,5 @@ def change(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set {text}: every run has its own {key}; use {OWN[key]}.")
     try:
         return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"--set {text}: the value cannot be read: {error}") from error

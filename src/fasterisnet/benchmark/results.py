@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.reading import read_json
 from fasterisnet.training.config import Config
 
 KEYS = ("command", "machine", "config", "training_samples", "training_seconds", "tests", "epochs")
@@ -17,7 +18,7 @@ Results = dict[str, list[dict[str, Any]]]
 def read_result(path: Path) -> dict[str, Any]:
     """A result file, if it is one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         missing = [key for key in KEYS if key not in content]
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"{path} is not a result of a benchmark: {error}") from error

@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,14 +15,16 @@ from fasterisnet.benchmark.pictures import save_maps
 from fasterisnet.benchmark.recipe import Recipe, change
 from fasterisnet.benchmark.results import difference, finished, read_result
 from fasterisnet.benchmark.tables import write_tables
-from fasterisnet.data.sources import open_source
 from fasterisnet.errors import FasterISNetError, UsageError
+from fasterisnet.models import check_trust
 from fasterisnet.training.config import Config
+from fasterisnet.training.fingerprint import absolute
 from fasterisnet.training.launching import is_first_process
 from fasterisnet.training.loop import train
+from fasterisnet.training.method import source_of
 from fasterisnet.training.run import Run
 from fasterisnet.training.watching import Terminal
-from fasterisnet.writing import write_text
+from fasterisnet.writing import remove_leftovers, write_text
 
 
 def begun(config: Config) -> bool:
@@ -29,27 +32,28 @@ def begun(config: Config) -> bool:
     run = Run(config.out)
     if not run.path("config.yaml").exists():
         return False
-    unlike = difference(vars(run.config), vars(config))
+    made, wanted = (replace(c, data=absolute(c.data)) for c in (run.config, config))
+    unlike = difference(vars(made), vars(wanted))
     if unlike:
         raise UsageError(f"{run.folder} was begun with {unlike}; remove it, or name another folder with --runs.")
     return True
 
 
-def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: str) -> None:
+def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: str, *, trust: bool = False) -> None:
     """One run, from wherever it is to its result file; `shown` is the split whose samples are explained in pictures."""
     with Terminal() as watcher:
         if is_first_process():
             watcher.say(f"--- {result.stem}{' (going on)' if goes_on else ''}")
-        run = train(config, resume=goes_on, watcher=watcher)
+        run = train(config, resume=goes_on, watcher=watcher, trust=trust)
     if is_first_process():
-        _write_result(run, config, result, command, shown)
+        _write_result(run, config, result, command, shown, trust)
 
 
-def _write_result(run: Run, config: Config, result: Path, command: str, shown: str) -> None:
+def _write_result(run: Run, config: Config, result: Path, command: str, shown: str, trust: bool) -> None:
     """The maps first: a run with a result file is finished."""
-    source = open_source(config.data, seed=config.seed, refine_boxes=config.refine_boxes or None)
+    source = source_of(config)
     try:
-        save_maps(run, source.split(shown), result.with_suffix(".safetensors"))
+        save_maps(run, source.split(shown), result.with_suffix(".safetensors"), trust=trust)
     except FasterISNetError as error:
         print(f"No picture of {result.stem}: {error}")
     report, progress = run.report or {}, (run.load_state() or {})["progress"]
@@ -87,11 +91,16 @@ def main(options: argparse.Namespace) -> int:
             print(f"{files[run].stem}: {state}\n  {vars(config)}")
         return 0
     if not options.report:
+        for config in plan.values():
+            check_trust(config.model, options.trust)
+        if is_first_process():
+            remove_leftovers(results)
         done = {run for run, config in plan.items() if finished(files[run], config)}
         goes_on = {run for run, config in plan.items() if run not in done and begun(config)}
         for run, config in plan.items():
             if run not in done:
-                run_row(config, run in goes_on, files[run], _command(options, *run), recipe.tests[0])
+                command = _command(options, *run)
+                run_row(config, run in goes_on, files[run], command, recipe.tests[0], trust=options.trust)
             elif is_first_process():
                 data = read_result(files[run])["config"]["data"]
                 print(f"{files[run].stem} is finished ({data}); from scratch: --runs NEW --results NEW/results")

@@ -54,6 +54,21 @@ class Source:
         return self.splits[name]
 
 
+def present(samples: Samples, classes: int) -> set[int]:
+    """The classes that samples have, by number."""
+    found: set[int] = set()
+    for i in range(len(samples)):
+        label = samples.label(i)
+        found |= {label} if isinstance(label, int) else {k for k in range(classes) if label[k]}
+    return found
+
+
+def has_mask(samples: Samples, index: int) -> bool:
+    """Whether a sample should have a mask, as far as its split can tell without decoding; those that cannot, have."""
+    told = getattr(samples, "has_mask", None)
+    return True if told is None else bool(told(index))
+
+
 class Subset:
     """Some of the samples of a split."""
 
@@ -78,6 +93,10 @@ class Subset:
     def group(self, index: int) -> str | None:
         """Whom it belongs to."""
         return self.samples.group(self.chosen[index])
+
+    def has_mask(self, index: int) -> bool:
+        """Whether it should have a mask."""
+        return has_mask(self.samples, self.chosen[index])
 
 
 def readable_part(samples: Samples, workers: int = 1) -> tuple[Samples, list[str]]:
@@ -108,6 +127,29 @@ class FewerMasks(Subset):
         """The sample as it is stored, its mask only if it belongs to the share."""
         reading = super().read(index)
         return reading if index in self.masked else reading._replace(mask=None)
+
+    def has_mask(self, index: int) -> bool:
+        """Whether it should have a mask and belongs to the share."""
+        return index in self.masked and super().has_mask(index)
+
+
+def balanced(samples: Samples, seed: int) -> Subset:
+    """Every class as often as the most frequent one: all images of a rare class again and again, and some once more."""
+    members: dict[int, list[int]] = {}
+    for i in range(len(samples)):
+        label = samples.label(i)
+        if not isinstance(label, int):
+            raise UsageError("Samples of several labels at once cannot be balanced; take --sampling natural.")
+        members.setdefault(label, []).append(i)
+    generator = torch.Generator().manual_seed(seed)
+    most = max(map(len, members.values()))
+    chosen: list[int] = []
+    for label in sorted(members):
+        own = members[label]
+        times, rest = divmod(most, len(own))
+        some = torch.randperm(len(own), generator=generator)[:rest].tolist()
+        chosen += own * times + [own[k] for k in some]
+    return Subset(samples, sorted(chosen))
 
 
 def hold_out(samples: Samples, share: float, seed: int) -> tuple[Subset, Subset]:

@@ -1,8 +1,8 @@
 """`check_data`: everything that is wrong with a data set, in one table, before anyone trains for a day.
 
 Fatal is what would stop a training or make its result wrong without a sign of it: files that cannot be read or do not
-fit together, masks whose gray values leave open what is foreground, labels that cannot be understood, a class the
-network never sees, and a patient of train or val in another split.
+fit together, masks that leave open what is foreground, two images that share one mask, labels that cannot be understood
+or contradict each other, a class the network never sees, and a patient of train or val in another split.
 
 A warning is what a sound data set may contain. An image without mask, or with an empty one, takes part in the
 classification only; a full mask leaves no background to punish; a test without one of the classes is still a test. The
@@ -11,42 +11,28 @@ same picture in two splits, or a patient in two tests, may be meant: tests with 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import textwrap
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-
-from fasterisnet.data.boxes import boxes_to_mask
-from fasterisnet.data.decoding import decode_image, decode_mask, is_image_name, read_bytes, readable
-from fasterisnet.data.folder import (
-    BOXES,
-    MASKS,
-    NO_TRAIN,
-    AnyPath,
-    Columns,
-    Finding,
-    Listing,
-    Record,
-    list_data,
-    size_mismatch,
-)
-from fasterisnet.errors import InputError
+from fasterisnet.data.base import Samples, Source, has_mask
+from fasterisnet.data.decoding import Window, readable
+from fasterisnet.data.examining import Counts, about_files, about_lists, about_samples
+from fasterisnet.data.folder import NO_TRAIN, AnyPath, Columns, Finding, Listing, list_data
+from fasterisnet.data.manifest import Record
+from fasterisnet.data.reading import Reader
+from fasterisnet.data.sources import is_own, open_source, own_arguments
+from fasterisnet.errors import InputError, UsageError
 
 Severity = Literal["fatal", "warning"]
 EXAMPLES = 3
-AT_ONCE = 4096
 _WIDTHS = {"severity": 8, "count": 7, "problem": 25, "what to do": 60}
 _GAP = "  "
 _WIDTH = sum(_WIDTHS.values()) + len(_GAP) * (len(_WIDTHS) - 1)
-_MISNAMED = {"training": "train", "trainval": "train", "valid": "val", "validation": "val", "dev": "val"}
 
 
 class Kind(NamedTuple):
@@ -70,6 +56,9 @@ KINDS: dict[str, Kind] = {
     "mask": Kind("unreadable mask", "fatal", "Make the mask again, or remove it."),
     "size": Kind("mask of another size", "fatal", "Make the mask in the size of its image."),
     "gray": Kind("mask is not binary", "fatal", "Save masks as PNG with the values 0 and 255 only."),
+    "labels": Kind("mask is a label map", "fatal", "Say which labels are the object: --foreground 1,2."),
+    "shared": Kind("two images, one mask", "fatal", "Rename one image, or name masks a.jpg.png and a.png.png."),
+    "two labels": Kind("image with two labels", "fatal", "Keep one; for several at once use 'label:' columns."),
     "box": Kind("unusable box", "fatal", "Boxes need a size and have to lie in the image."),
     "group": Kind("group in two splits", "fatal", "Keep all images of a patient in one split."),
     "group of tests": Kind("group in two tests", "warning", "No harm, unless the tests are taken together."),
@@ -77,11 +66,16 @@ KINDS: dict[str, Kind] = {
     "no mask": Kind("image without mask", "warning", "Used for classification only; add masks if you can."),
     "empty": Kind("empty mask", "warning", "Counts as no mask; mark the foreground."),
     "full": Kind("full mask", "warning", "Leaves no background to punish; mark the foreground only."),
+    "soft": Kind("mask with soft edges", "warning", "Cut in the middle; better save 0 and 255 only."),
+    "turned": Kind("turned image, mask not", "warning", "EXIF turns the image; see that the mask fits it upright."),
+    "unused": Kind("unused gray values", "warning", "Read with --window low,high or --window auto."),
+    "one site": Kind("class of one site", "warning", "The site gives it away; add the class from other sites."),
     "mask without image": Kind(
         "mask without image", "warning", "Name a mask like its image, in masks/<split>/<class>/."
     ),
     "not tested": Kind("class not in a split", "warning", "Its scores will be missing there."),
     "duplicate": Kind("same image in two splits", "warning", "Remove it from one split, or the test is too easy."),
+    "two classes": Kind("same image, two classes", "warning", "One label is wrong; remove one of the files."),
     "repeated": Kind("image listed twice", "warning", "Remove one row, or it counts double."),
     "no split": Kind("row without split", "warning", "Left out; name a split if it should be used."),
     "split name": Kind("unknown split name", "warning", "Used as a test; rename it if it is meant otherwise."),
@@ -110,6 +104,7 @@ class Report:
     images: int = 0
     classes: list[str] = field(default_factory=list)
     splits: dict[str, int] = field(default_factory=dict)
+    masks: dict[str, int] = field(default_factory=dict)
 
     @property
     def fatal(self) -> bool:
@@ -123,34 +118,73 @@ class Report:
         classes = textwrap.shorten(", ".join(map(readable, self.classes)), 60, placeholder=" ...")
         return f"{self.images:,} images, {len(self.classes)} classes ({classes}), splits: {splits or 'none'}"
 
+    @property
+    def missing(self) -> str:
+        """One line: how many images have a usable mask, empty if all have."""
+        parts = [f"{readable(name)} {self.masks.get(name, 0):,} of {n:,}" for name, n in self.splits.items()]
+        return f"Usable masks: {', '.join(parts)}." if self.masks != self.splits else ""
+
+    def found(self, kind: str) -> Row | None:
+        """The row of one kind of problem."""
+        return next((row for row in self.rows if row.problem == KINDS[kind].problem), None)
+
     def __str__(self) -> str:
         kinds = [sum(row.severity == severity for row in self.rows) for severity in ("fatal", "warning")]
         verdict = f"Kinds of problems: {kinds[0]} fatal, {kinds[1]} warnings." if self.rows else "No problems found."
         start = re.compile(r"(?<![^\s('])" + re.escape(readable(self.root).rstrip(os.sep) + os.sep))
         table = _table([(row, [start.sub("", example) for example in row.examples]) for row in self.rows])
-        ends = [*textwrap.wrap(f"{readable(self.root)}:", _WIDTH), *textwrap.wrap(f"{self.summary}.", _WIDTH), verdict]
+        ends = [*textwrap.wrap(f"{readable(self.root)}:", _WIDTH), *textwrap.wrap(f"{self.summary}.", _WIDTH)]
+        ends += [*textwrap.wrap(self.missing, _WIDTH), verdict]
         return "\n".join([*table, *ends])
 
 
 def check_data(
-    path: AnyPath,
+    data: AnyPath,
     *,
     columns: Columns | None = None,
     boxes: AnyPath | None = None,
+    foreground: Sequence[int] | str | None = None,
+    window: Window | str | None = None,
     workers: int | None = None,
+    seed: int = 0,
+    decode: bool = True,
 ) -> Report:
     """Reads every file of a data set and reports what is wrong with it; raises nothing for what it finds there.
 
-    The arguments are those of `open_folder`; workers: threads that decode, one for each processor if None.
+    data: whatever `open_source` opens. The other arguments are those of `open_folder`, for data of one's own; workers:
+    threads that decode, one for each processor if None. decode: False is for a data set known by name, of which only
+    the lists are looked at then.
     """
     workers = os.cpu_count() or 1 if workers is None else workers
     if workers < 1:
         raise InputError(f"workers is {workers}; at least one has to do the reading.")
-    try:
-        listing = list_data(path, columns=columns, boxes=boxes)
-    except InputError as error:
-        listing = Listing(os.fspath(path), broken=[Finding("cannot be opened", str(error).removesuffix("."))])
-    findings = [*listing.broken, *listing.odd, *_about_lists(listing), *_about_files(listing, workers)]
+    counts = Counts()
+    about: Iterable[Finding]
+    given = {"boxes": boxes, "foreground": foreground or None, "window": window or None}
+    if is_own(data):
+        path, options = own_arguments(data, given)
+        reader = Reader(options.get("foreground", ()), options.get("window"))
+        try:
+            listing = list_data(path, columns=columns, boxes=options.get("boxes"))
+        except InputError as error:
+            listing = _unopened(path, error)
+        rank = {split: i for i, split in enumerate(listing.splits)}
+        listing.records.sort(key=lambda record: rank[record.split])
+        about = about_files(listing, reader, workers, counts, EXAMPLES)
+    else:
+        try:
+            source = open_source(os.fspath(data), seed=seed, **given)
+        except UsageError:
+            raise
+        except InputError as error:
+            listing, about = _unopened(data, error), ()
+        else:
+            listing, places = _of_source(data, source)
+            about = about_samples(listing, places, workers, counts) if decode else ()
+            if not decode:
+                kept = (record for record, place in zip(listing.records, places, strict=True) if has_mask(*place))
+                counts.masks.update(record.split for record in kept)
+    findings = [*listing.broken, *listing.odd, *about_lists(listing), *about]
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
         by_kind[finding.kind].append(finding.message)
@@ -159,152 +193,28 @@ def check_data(
         for key, kind in KINDS.items()
         if key in by_kind
     ]
-    counts = {split: sum(record.split == split for record in listing.records) for split in listing.splits}
-    return Report(listing.root, rows, len(listing.records), listing.classes, counts)
+    splits = {split: sum(record.split == split for record in listing.records) for split in listing.splits}
+    masks = {split: counts.masks[split] for split in splits}
+    return Report(listing.root, rows, len(listing.records), listing.classes, splits, masks)
 
 
-def _about_lists(listing: Listing) -> Iterator[Finding]:
-    """What can be seen without opening an image."""
-    yield from _about_names(listing)
-    if len(listing.classes) == 1 and not listing.multi_label:
-        yield Finding(
-            "one class", f"{readable(listing.root)}: every image is of class '{readable(listing.classes[0])}'"
-        )
-    present: dict[str, set[str]] = defaultdict(set)
-    groups: dict[str, dict[str, str]] = defaultdict(dict)
-    seen: set[tuple[str, str]] = set()
-    for record in listing.records:
-        present[record.split].update(record.labels)
-        if record.group is not None:
-            groups[record.group].setdefault(record.split, record.image)
-        if (record.image, record.split) in seen:
-            yield Finding("repeated", f"{readable(record.image)}: is listed again in {readable(record.split)}")
-        seen.add((record.image, record.split))
-    for split, names in present.items():
-        for name in listing.classes:
-            if name not in names:
-                kind = "not trained" if split == "train" else "not tested"
-                yield Finding(kind, f"{readable(split)}: has no image of class '{readable(name)}'")
-    for group, images in groups.items():
-        if len(images) > 1:
-            places = " and ".join(f"{readable(image)} ({readable(split)})" for split, image in list(images.items())[:2])
-            kind = "group" if "train" in images or "val" in images else "group of tests"
-            yield Finding(kind, f"{readable(group)}: {places}")
-    yield from _unused(listing)
+def _unopened(data: AnyPath, error: InputError) -> Listing:
+    return Listing(os.fspath(data), broken=[Finding("cannot be opened", str(error).removesuffix("."))])
 
 
-def _about_names(listing: Listing) -> Iterator[Finding]:
-    """Names that look like a slip of the keyboard."""
-    for split in listing.splits:
-        plain = split.strip().lower()
-        meant = _MISNAMED.get(plain, plain)
-        if split not in ("train", "val") and meant in ("train", "val"):
-            yield Finding("split name", f"{readable(split)}: is it '{meant}'?")
-    spelled: dict[str, str] = {}
-    for name in listing.classes:
-        other = spelled.setdefault(" ".join(name.replace("_", " ").replace("-", " ").casefold().split()), name)
-        if other != name:
-            yield Finding("class name", f"{readable(other)}: there is also '{readable(name)}'")
-
-
-def _unused(listing: Listing) -> Iterator[Finding]:
-    """Masks and box files in the folder that belong to no image. What a manifest does not name is not asked for."""
-    if not listing.from_folders:
-        return
-    used = {record.mask for record in listing.records}
-    stems = {os.path.splitext(os.path.relpath(record.image, listing.root))[0] for record in listing.records}
-    for part in (MASKS, BOXES):
-        top = os.path.join(listing.root, part)
-        for folder, folders, files in os.walk(top):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(files):
-                path = os.path.join(folder, name)
-                known = path in used if part == MASKS else os.path.splitext(os.path.relpath(path, top))[0] in stems
-                wanted = is_image_name(name) if part == MASKS else name.lower().endswith(".xml")
-                if wanted and not known and not name.startswith("."):
-                    yield Finding("mask without image", f"{readable(path)}: there is no image of this name")
-
-
-class _Examined(NamedTuple):
-    findings: list[Finding]
-    digest: bytes | None
-
-
-def _about_files(listing: Listing, workers: int) -> Iterator[Finding]:
-    """What shows only when every file is decoded."""
-    first: dict[bytes, dict[str, str]] = defaultdict(dict)
-    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
-        warnings.simplefilter("ignore")  # Pillow's, of files that it can read nevertheless
-        for start in range(0, len(listing.records), AT_ONCE):
-            part = listing.records[start : start + AT_ONCE]
-            for record, (findings, digest) in zip(part, pool.map(_examine, part), strict=True):
-                yield from findings
-                if digest is None:
-                    continue
-                others = [image for split, image in first[digest].items() if split != record.split]
-                if others:
-                    yield Finding("duplicate", f"{readable(record.image)}: the same as {readable(others[0])}")
-                first[digest].setdefault(record.split, record.image)
-
-
-def _examine(record: Record) -> _Examined:
-    """One image and its mask."""
-    content, problem = _content(record.image, "image")
-    findings = [problem] if problem else []
-    image: Tensor | None = None
-    digest: bytes | None = None
-    if content is not None:
-        try:
-            image = decode_image(content, record.image)
-            digest = hashlib.blake2b(content, digest_size=16).digest()
-        except InputError as error:
-            findings.append(Finding("image", str(error).removesuffix(".")))
-    if record.mask is not None:
-        findings += _examine_mask(record, image)
-    elif not record.boxes:
-        findings.append(Finding("no mask", readable(record.image)))
-    elif image is not None:
-        try:
-            findings += _extent(boxes_to_mask(record.boxes, *image.shape[1:]), record.image)
-        except InputError as error:
-            findings.append(Finding("box", f"{readable(record.image)}: {error}".removesuffix(".")))
-    return _Examined(findings, digest)
-
-
-def _examine_mask(record: Record, image: Tensor | None) -> list[Finding]:
-    path = record.mask or ""
-    content, problem = _content(path, "mask")
-    if content is None:
-        return [problem] if problem else []
-    try:
-        mask = decode_mask(content, path)
-    except InputError as error:
-        return [Finding("mask", str(error).removesuffix("."))]
-    findings = _extent(mask.foreground, path)
-    if not mask.binary:
-        findings.append(Finding("gray", f"{readable(path)}: has values other than 0 and 255"))
-    if image is not None and image.shape[1:] != mask.foreground.shape[1:]:
-        findings.append(Finding("size", size_mismatch(record, image, mask.foreground)))
-    return findings
-
-
-def _content(path: str, kind: str) -> tuple[bytes | None, Finding | None]:
-    """The bytes of a file or what keeps them from being read. What is no file (a pipe, say) is left alone."""
-    if not os.path.isfile(path):
-        there = os.path.exists(path)
-        message = f"{readable(path)}: {'is not a file' if there else 'does not exist'}"
-        return None, Finding(kind if there else "missing", message)
-    try:
-        return read_bytes(path), None
-    except InputError as error:
-        return None, Finding(kind, str(error).removesuffix("."))
-
-
-def _extent(mask: Tensor, path: str) -> list[Finding]:
-    """Whether there is both foreground and background."""
-    if not mask.any():
-        return [Finding("empty", readable(path))]
-    return [Finding("full", readable(path))] if mask.all() else []
+def _of_source(data: AnyPath, source: Source) -> tuple[Listing, list[tuple[Samples, int]]]:
+    """A data set known by name, listed as files are, and where each of its samples is."""
+    places: list[tuple[Samples, int]] = []
+    listing = Listing(os.fspath(data), list(source.classes), multi_label=source.multi_label)
+    for split, samples in source.splits.items():
+        site = getattr(samples, "source", lambda _: None)
+        for i in range(len(samples)):
+            label = samples.label(i)
+            chosen = [label] if isinstance(label, int) else [k for k, value in enumerate(label) if value]
+            labels = tuple(source.classes[k] for k in chosen)
+            listing.records.append(Record(samples.name(i), split, labels, group=samples.group(i), site=site(i) or None))
+            places.append((samples, i))
+    return listing, places
 
 
 def _table(rows: Sequence[tuple[Row, list[str]]]) -> Iterator[str]:

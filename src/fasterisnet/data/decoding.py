@@ -6,12 +6,10 @@ Pillow decodes, at about a millisecond for 224 px: torchvision's decoders take h
 from __future__ import annotations
 
 import io
-import math
 import os
 import struct
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +17,12 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
+from fasterisnet.data.medical import DICOM_SUFFIXES, NIFTI_SUFFIXES, Pixels
+from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
+
+AnyPath = str | os.PathLike[str]
+Window = tuple[float, float] | Literal["auto"]
 
 IMAGE_SUFFIXES = frozenset(".bmp .dib .gif .jfif .jp2 .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())
 # Named, because Pillow also knows formats that are programs (EPS runs Ghostscript).
@@ -32,30 +36,53 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIXTEEN_BITS = 65535
+SIXTEEN_BITS = 65535
+Result = TypeVar("Result")
+LARGEST = 2**31  # bytes of an image file
 
 
-class StoredMask(NamedTuple):
-    """Foreground bool (1, height, width), and whether the file held two values only (0 and 1, or 0 and 255)."""
+class Picture(NamedTuple):
+    """A picture as uint8 (1 or 3, height, width); the highest value of a file of 16 bits that was scaled as a whole;
+    whether an EXIF entry turned it without changing its size.
+    """
 
-    foreground: Tensor
-    binary: bool
+    image: Tensor
+    top: int | None = None
+    turned: bool = False
 
 
-def readable(path: str | os.PathLike[str]) -> str:
+def readable(path: AnyPath) -> str:
     """A path for messages: what cannot be printed (bytes that are not UTF-8, line breaks) becomes an escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(path))
 
 
+def suffix_of(name: str) -> str:
+    """The suffix of a file that should hold an image, as it is written; empty for other names."""
+    known = next((suffix for suffix in (*NIFTI_SUFFIXES, *DICOM_SUFFIXES) if name.lower().endswith(suffix)), None)
+    if known is not None:
+        return name[len(name) - len(known) :]
+    suffix = os.path.splitext(name)[1]
+    return suffix if suffix.lower() in IMAGE_SUFFIXES else ""
+
+
 def is_image_name(name: str) -> bool:
     """Whether a file of this name should hold an image."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+    return bool(suffix_of(name))
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file that should be an image."""
+def stem_of(name: str) -> str:
+    """A name without the suffix of an image."""
+    return name.removesuffix(suffix_of(name))
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """The content of a file that should be an image. What is no file (a pipe, a device) could go on for ever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise BadImageError(f"{readable(path)}: is not a file.")
     try:
-        content = Path(path).read_bytes()
+        content = read_file(path, LARGEST)
+    except InputError as error:
+        raise BadImageError(f"{readable(path)}: is not a file of an image's size, or no file.") from error
     except (OSError, ValueError) as error:
         raise BadImageError(f"{readable(path)}: cannot be read ({getattr(error, 'strerror', error)}).") from error
     if not content:
@@ -63,44 +90,47 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     return content
 
 
-def read_image(path: str | os.PathLike[str]) -> Tensor:
+def decode_image(content: bytes, path: AnyPath) -> Tensor:
     """A picture as uint8 (1 or 3, height, width): turned as its EXIF entry says, no alpha, 16 bits scaled to 8."""
-    return decode_image(read_bytes(path), path)
+    return decode_picture(content, path).image
 
 
-def read_mask(path: str | os.PathLike[str], threshold: int = 128) -> Tensor:
-    """Foreground as bool (1, height, width); see `decode_mask`."""
-    return decode_mask(read_bytes(path), path, threshold).foreground
+def decode_picture(content: bytes, path: AnyPath, window: Window | None = None) -> Picture:
+    """`decode_image` with what the data check wants to know. window: what of more than 8 bits is shown."""
+    (values, top), turned = decoded(content, path, lambda picture: _image_values(picture, window))
+    return Picture(as_image(values), top, turned)
 
 
-def decode_image(content: bytes, path: str | os.PathLike[str]) -> Tensor:
-    """`read_image` for content that is read already."""
-    values = torch.from_numpy(_decoded(content, path, _image_values))
-    return values[None] if values.ndim == 2 else values.permute(2, 0, 1).contiguous()
+def as_image(values: np.ndarray) -> Tensor:
+    """Pixels (height, width) or (height, width, 3) as a tensor with its channels first."""
+    image = torch.from_numpy(values)
+    return image[None] if image.ndim == 2 else image.permute(2, 0, 1).contiguous()
 
 
-def decode_mask(content: bytes, path: str | os.PathLike[str], threshold: int = 128) -> StoredMask:
-    """Foreground is what reaches the threshold, a number on the scale 0 to 255.
+def shown(pixels: Pixels, window: Window | None) -> np.ndarray:
+    """Values as 8 bits: low is black, high is white, beyond is cut; "auto" takes the lowest and the highest value."""
+    values, low, high = pixels.values, pixels.low, pixels.high
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError("it has values that are not numbers")
+    inside = values if pixels.padding is None or pixels.padding.all() else values[~pixels.padding]
+    if window is not None:
+        low, high = (float(inside.min()), float(inside.max())) if window == "auto" else window
+    scaled = (values - low) / (high - low) if high > low else np.zeros(values.shape)
+    result = np.rint(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
+    result = 255 - result if pixels.inverted else result
+    return result if pixels.padding is None else np.where(pixels.padding, np.uint8(0), result)
 
-    The highest value tells the scale of the file: up to 1, up to 255 or up to 65535. A coloured mask counts by its
-    strongest channel, so that pure red or blue is foreground like white.
+
+def decoded(content: bytes, path: AnyPath, work: Callable[[Image.Image], Result]) -> tuple[Result, bool]:
+    """What a function makes of a picture that stands upright, and whether it had to be turned for that to another of
+    the same size. A damaged file can make Pillow raise nearly anything.
     """
-    values = _decoded(content, path, _mask_values)
-    top = next((top for top in (1, 255) if values.max() <= top), _SIXTEEN_BITS)
-    binary = bool(((values == 0) | (values == top)).all())
-    limit = threshold * top / 255
-    foreground = values >= (limit if values.dtype.kind == "f" else math.ceil(limit))
-    return StoredMask(torch.from_numpy(foreground)[None], binary)
-
-
-def _decoded(content: bytes, path: str | os.PathLike[str], values: Callable[[Image.Image], np.ndarray]) -> np.ndarray:
-    """The values of a picture, upright. A damaged file can make Pillow raise nearly anything."""
     try:
         picture = Image.open(io.BytesIO(content), formats=_FORMATS)
         picture.load()
         upright = _upright(picture)
         upright.info.pop("transparency", None)
-        return values(upright)
+        return work(upright), upright is not picture and upright.size == picture.size
     except UnidentifiedImageError as error:
         raise BadImageError(f"{readable(path)}: is not an image in a known format.") from error
     except Exception as error:
@@ -116,29 +146,23 @@ def _upright(picture: Image.Image) -> Image.Image:
     return picture.transpose(_TURNS[orientation]) if orientation in _TURNS else picture
 
 
-def _image_values(picture: Image.Image) -> np.ndarray:
-    """8 bits, (height, width) or (height, width, 3); 16 bits are scaled, and what else it may be cannot be known."""
+def _image_values(picture: Image.Image, window: Window | None) -> tuple[np.ndarray, int | None]:
+    """8 bits, (height, width) or (height, width, 3); without a window 16 bits are scaled as a whole, and the highest
+    value is returned too.
+    """
     if picture.mode in ("L", "RGB"):
-        return np.array(picture)
+        return np.array(picture), None
     if picture.mode in ("1", "LA"):
-        return np.array(picture.convert("L"))
+        return np.array(picture.convert("L")), None
     if not picture.mode.startswith(("I", "F")):
-        return np.array(picture.convert("RGB"))
+        return np.array(picture.convert("RGB")), None
     values = np.array(picture)
-    if values.dtype.kind == "f" or values.min() < 0 or values.max() > _SIXTEEN_BITS:
-        raise ValueError("its pixels are fractions or need more than 16 bits; save it with 8 or 16 bits")
-    return ((values.astype(np.uint32) * 255 + _SIXTEEN_BITS // 2) // _SIXTEEN_BITS).astype(np.uint8)
-
-
-def _mask_values(picture: Image.Image) -> np.ndarray:
-    """The values as stored, one for each pixel."""
-    if picture.mode == "1":
-        return np.array(picture).astype(np.uint8)
-    if picture.mode in ("L", "LA"):
-        return np.array(picture.convert("L"))
-    if not picture.mode.startswith(("I", "F")):
-        return np.array(picture.convert("RGB")).max(axis=2)
-    values = np.array(picture)
-    if not np.isfinite(values).all():
-        raise ValueError("it has values that are not numbers")
-    return values
+    if window is not None:
+        return shown(Pixels(values, 0, SIXTEEN_BITS), window), None
+    if values.dtype.kind == "f" or values.min() < 0 or values.max() > SIXTEEN_BITS:
+        raise ValueError(
+            "its pixels are fractions or need more than 16 bits; say what is black and what is white with "
+            "--window low,high or auto, or save it with 8 or 16 bits"
+        )
+    scaled = ((values.astype(np.uint32) * 255 + SIXTEEN_BITS // 2) // SIXTEEN_BITS).astype(np.uint8)
+    return scaled, int(values.max())

@@ -98,6 +98,10 @@ class Dogs:
         """Unknown."""
         return None
 
+    def has_mask(self, index: int) -> bool:
+        """Whether there is a file that tells where the dog is."""
+        return self.dogs[index].mask in self.files
+
     def biased(self, bias: Bias) -> Dogs:
         """The same pictures with another bias."""
         return replace(self, bias=bias)

@@ -12,8 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
-from fasterisnet.data.decoding import decode_image, decode_mask, readable
+from fasterisnet.data.decoding import LARGEST, decode_image, readable
+from fasterisnet.data.masks import thresholded
 from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
 
 
 class Member(NamedTuple):
@@ -57,7 +59,7 @@ class Files:
         member = self.members.get(name)
         try:
             if member is None:
-                return (self.folder / name).read_bytes()
+                return read_file(self.folder / name, LARGEST)
             with member.archive.open("rb") as file:
                 file.seek(member.start)
                 content = file.read(member.size)
@@ -74,7 +76,7 @@ class Files:
 
     def mask(self, name: str, image: Tensor) -> Tensor:
         """The mask of an image as bool (1, height, width); what is half white or more counts."""
-        mask = decode_mask(self.read(name), self.where(name)).foreground
+        mask = thresholded(self.read(name), self.where(name))
         if mask.shape[1:] != image.shape[1:]:
             height, width = mask.shape[1:]
             raise BadImageError(

@@ -1,14 +1,18 @@
 """Images with masks from a folder or a CSV manifest.
 
-A folder:    DIR/<split>/<class>/name.png (any image format); its mask DIR/masks/<split>/<class>/name.png, or its boxes
-             DIR/boxes/<split>/<class>/name.xml (Pascal VOC). Every folder in DIR but those two is a split.
+A folder:    DIR/<split>/<class>/name.png (any image format); its mask DIR/masks/<split>/<class>/name.png (or
+             name.png.png, where name.jpg is there too), or its boxes DIR/boxes/<split>/<class>/name.xml (Pascal VOC).
+             Every folder in DIR but those two is a split.
 A manifest:  a CSV with the columns image, split and label; or, for several labels an image, a column `label:NAME` with
-             0 or 1 for each class. Optional: mask (path, may be empty), group or patient, and x, y, w, h (a box). Paths
-             are relative to the CSV. Rows with an empty split are left out; rows that repeat an image add their box.
+             0 or 1 for each class. Optional: mask (path, may be empty), group or patient, site, slice (of a medical
+             file, from 0), and x, y, w, h (a box). Paths are relative to the CSV. Rows with an empty split are left
+             out; rows that repeat an image add their box.
              It may lie in DIR as `manifest.csv` (or `index.csv`), and is used instead of the folders then.
-Boxes:       a COCO file (DIR/annotations.json, or any other that is named) gives boxes to images without mask, by
-             `file_name`: a path relative to DIR or the end of one. Boxes named like the class of the image count; if
-             there are none, all do.
+Boxes:       a COCO file (DIR/annotations.json, or any other that is named) gives outlines or boxes to images without
+             mask, by `file_name`: a path relative to DIR or the end of one. Those named like the class of the image
+             count; if there are none, all do.
+Medical:     DICOM (any name) and NIfTI (.nii, .nii.gz) need the extra `medical`. Each slice of a file is a sample, and
+             all of them are a group; DICOM's hospital and patient are one too, unless a manifest names the group.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +28,10 @@ from torch import Tensor
 
 from fasterisnet.data.base import BadImageError, Label, Reading, Samples, Source
 from fasterisnet.data.boxes import Box, boxes_of, boxes_to_mask, opencv, read_coco, read_voc, refine
-from fasterisnet.data.decoding import is_image_name, read_image, read_mask, readable
+from fasterisnet.data.decoding import Window, is_image_name, readable, stem_of
 from fasterisnet.data.manifest import AnyPath, Columns, Record, RowError, Table, is_manifest
+from fasterisnet.data.medical import starts_as_dicom
+from fasterisnet.data.reading import Reader
 from fasterisnet.errors import InputError
 
 MASKS, BOXES = "masks", "boxes"
@@ -49,6 +56,7 @@ class Listing:
     records: list[Record] = field(default_factory=list)
     multi_label: bool = False
     from_folders: bool = False
+    columns: list[str] = field(default_factory=list)
     broken: list[Finding] = field(default_factory=list)
     odd: list[Finding] = field(default_factory=list)
 
@@ -61,8 +69,16 @@ class Listing:
 class FolderSamples:
     """One split of files, decoded when asked for. Holds plain lists, so worker processes can have a copy."""
 
-    def __init__(self, records: Sequence[Record], labels: Sequence[Label], *, refine_boxes: bool = False) -> None:
+    def __init__(
+        self,
+        records: Sequence[Record],
+        labels: Sequence[Label],
+        *,
+        refine_boxes: bool = False,
+        reader: Reader | None = None,
+    ) -> None:
         self.records, self.labels, self.refine_boxes = list(records), list(labels), refine_boxes
+        self.reader = reader or Reader()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -70,12 +86,12 @@ class FolderSamples:
     def read(self, index: int) -> Reading:
         """The sample as it is stored; boxes come as a mask."""
         record = self.records[index]
-        image = read_image(record.image)
+        image = self.reader.image(record.image, record.slice)
         return Reading(image, self._mask(record, image), self.labels[index])
 
     def _mask(self, record: Record, image: Tensor) -> Tensor | None:
         if record.mask is not None:
-            mask = read_mask(record.mask)
+            mask = self.reader.mask(record.mask, record.slice).clear(record.mask)
             if mask.shape[1:] != image.shape[1:]:
                 raise BadImageError(
                     f"{size_mismatch(record, image, mask)}; make the mask anew in the size of the image."
@@ -86,8 +102,9 @@ class FolderSamples:
         try:
             mask = boxes_to_mask(record.boxes, *image.shape[1:])
         except InputError as error:
-            raise BadImageError(f"{readable(record.image)}: {error}") from error
-        return refine(image, mask) if self.refine_boxes else mask
+            raise BadImageError(f"{record.name}: {error}") from error
+        outlined = any(box.outline is not None for box in record.boxes)
+        return refine(image, mask) if self.refine_boxes and not outlined else mask
 
     def label(self, index: int) -> Label:
         """Its label."""
@@ -95,17 +112,25 @@ class FolderSamples:
 
     def name(self, index: int) -> str:
         """The path of its image."""
-        return readable(self.records[index].image)
+        return self.records[index].name
 
     def group(self, index: int) -> str | None:
         """Whom it belongs to."""
         return self.records[index].group
 
+    def source(self, index: int) -> str | None:
+        """The hospital it comes from, if known."""
+        return self.records[index].site
+
+    def has_mask(self, index: int) -> bool:
+        """Whether there is a mask or a box, whatever is in it."""
+        return self.records[index].mask is not None or bool(self.records[index].boxes)
+
 
 def size_mismatch(record: Record, image: Tensor, mask: Tensor) -> str:
     """What to say of a mask that is not as large as its image."""
     sizes = [f"{picture.shape[2]} x {picture.shape[1]}" for picture in (mask, image)]
-    return f"{readable(record.mask or '')}: the mask is {sizes[0]}, but {readable(record.image)} is {sizes[1]}"
+    return f"{readable(record.mask or '')}: the mask is {sizes[0]}, but {record.name} is {sizes[1]}"
 
 
 def open_folder(
@@ -115,16 +140,20 @@ def open_folder(
     columns: Columns | None = None,
     boxes: AnyPath | None = None,
     refine_boxes: bool = False,
+    foreground: Sequence[int] = (),
+    window: Window | None = None,
 ) -> Source:
     """A data set from a folder or a CSV manifest, as described above.
 
     classes: those of a trained model, in its order; then no train split is needed. boxes: a COCO file. refine_boxes:
-    tighten boxes by GrabCut, each time an image is read (tenths of a second; needs OpenCV).
+    tighten boxes by GrabCut, each time an image is read (tenths of a second; needs OpenCV). foreground, window: see
+    `Reader`.
     """
-    return _source(list_data(path, columns=columns, boxes=boxes), classes, refine_boxes)
+    reader = Reader(tuple(foreground), window)
+    return _source(list_data(path, columns=columns, boxes=boxes), classes, refine_boxes, reader)
 
 
-def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool) -> Source:
+def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool, reader: Reader) -> Source:
     """The listing as a data set, if nothing keeps it from being one."""
     broken = [finding for finding in listing.broken if classes is None or finding.kind != NO_TRAIN]
     if broken:
@@ -147,7 +176,7 @@ def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool)
             tuple(float(name in record.labels) for name in names) if listing.multi_label else place[record.labels[0]]
             for record in records
         ]
-        splits[split] = FolderSamples(records, labels, refine_boxes=refine_boxes)
+        splits[split] = FolderSamples(records, labels, refine_boxes=refine_boxes, reader=reader)
     return Source(names, splits, listing.multi_label)
 
 
@@ -198,17 +227,17 @@ def _list_class(listing: Listing, split: str, name: str) -> None:
     for entry in _visible(listing, folder):
         if _is_folder(entry):
             listing.odd.append(Finding("stray", f"{readable(entry.path)}: is a folder inside a class"))
-        elif not is_image_name(entry.name):
+        elif not is_image_name(entry.name) and not (entry.is_file() and starts_as_dicom(entry.path)):
             listing.odd.append(Finding("stray", f"{readable(entry.path)}: is not named like an image"))
         else:
-            stem = os.path.splitext(entry.name)[0]
+            stem = entry.name if entry.name in masks else stem_of(entry.name)
             found: tuple[Box, ...] = ()
             if stem in boxes and stem not in masks:
                 try:
                     found = boxes_of(read_voc(boxes[stem]), (name,))
                 except InputError as error:
                     listing.broken.append(Finding("box file", str(error).removesuffix(".")))
-            listing.records.append(Record(entry.path, split, (name,), masks.get(stem), found))
+            listing.records += Record(entry.path, split, (name,), masks.get(stem), found).expanded()
     if len(listing.records) == before:
         listing.odd.append(Finding("stray", f"{readable(folder)}: holds no image"))
 
@@ -219,7 +248,11 @@ def _by_stem(listing: Listing, folder: str, wanted: Callable[[str], bool]) -> di
         return {}
     files = [entry for entry in _visible(listing, folder) if wanted(entry.name) and not _is_folder(entry)]
     files.sort(key=lambda entry: (not entry.name.lower().endswith(".png"), entry.name), reverse=True)
-    return {os.path.splitext(entry.name)[0]: entry.path for entry in files}
+    return {_stem(entry.name): entry.path for entry in files}
+
+
+def _stem(name: str) -> str:
+    return stem_of(name) if is_image_name(name) else os.path.splitext(name)[0]
 
 
 def _visible(listing: Listing, folder: str) -> list[os.DirEntry[str]]:
@@ -251,6 +284,30 @@ def _completed(listing: Listing, classes: set[str], boxes: AnyPath | None) -> Li
     return listing
 
 
+def looked_for(listing: Listing, record: Record) -> str:
+    """Where the mask of an image would have to be, and the nearest that is there."""
+    if not listing.from_folders:
+        if "mask" in listing.columns:
+            return "the column 'mask' of the table is empty"
+        near = [name for name in listing.columns if "mask" in name or "seg" in name]
+        return f"the table has no column 'mask', but {', '.join(map(readable, near or listing.columns))}"
+    part, file = os.path.split(os.path.relpath(record.image, listing.root))
+    wanted = os.path.join(MASKS, part, f"{stem_of(file)}.png")
+    there = _masks_like(listing.root, stem_of(file))
+    near = [*get_close_matches(wanted, there, n=1, cutoff=0.0), "no mask at all"][0]
+    return f"there is no {readable(wanted)} (or .jpg, ...); nearest is {readable(near)}"
+
+
+def _masks_like(root: str, stem: str) -> list[str]:
+    """Pictures that may be masks, by their paths in the data: those with the stem in their name, or else all."""
+    found: list[str] = []
+    for top in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
+        if any(word in top.lower() for word in ("mask", "seg", "label", "annot")):
+            for folder, _, files in os.walk(os.path.join(root, top)):
+                found += (os.path.relpath(os.path.join(folder, name), root) for name in files if is_image_name(name))
+    return sorted(name for name in found if stem in os.path.basename(name)) or sorted(found)[:1000]
+
+
 def _add_boxes(listing: Listing, path: AnyPath) -> None:
     """Boxes of a COCO file for the images that have neither mask nor box."""
     try:
@@ -278,7 +335,7 @@ def _add_boxes(listing: Listing, path: AnyPath) -> None:
 def list_manifest(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPath | None = None) -> Listing:
     """The images a CSV names."""
     table = Table(path, columns or Columns())
-    listing = Listing(os.path.dirname(path) or ".", multi_label=bool(table.classes))
+    listing = Listing(os.path.dirname(path) or ".", multi_label=bool(table.classes), columns=list(table.place))
     with_boxes: dict[tuple[object, ...], int] = {}
     for line, cells in table.rows():
         try:
@@ -297,4 +354,5 @@ def list_manifest(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPa
         listing.records.append(record)
     if not listing.records and not listing.broken:
         raise InputError(f"{readable(path)}: names no image of any split.")
+    listing.records = [part for record in listing.records for part in record.expanded()]
     return _completed(listing, set(table.classes) or {n for record in listing.records for n in record.labels}, boxes)

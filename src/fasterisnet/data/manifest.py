@@ -7,14 +7,17 @@ import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from fasterisnet.data.boxes import Box
 from fasterisnet.data.decoding import readable
+from fasterisnet.data.reading import kind_of, owner
 from fasterisnet.errors import InputError
+from fasterisnet.reading import read_file
 
 LABEL_PREFIX = "label:"
+LARGEST = 2**31  # bytes of a table
+LONGEST = 100  # letters of the name of a split
 
 AnyPath = str | os.PathLike[str]
 
@@ -29,7 +32,9 @@ class Columns:
 
 
 class Record(NamedTuple):
-    """One image as listed: the names of its classes (one, unless the task is multi-label) and its files."""
+    """One image as listed: the names of its classes (one, unless the task is multi-label), its files, whose and of
+    which hospital it is, and which slice of a file that has several.
+    """
 
     image: str
     split: str
@@ -37,6 +42,25 @@ class Record(NamedTuple):
     mask: str | None = None
     boxes: tuple[Box, ...] = ()
     group: str | None = None
+    site: str | None = None
+    slice: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return readable(self.image) + ("" if self.slice is None else f", slice {self.slice}")
+
+    def expanded(self) -> Iterator[Record]:
+        """With what the header of a medical file tells, one for each slice; slices of a file belong together."""
+        known = owner(self.image)
+        parts = [part for part in (known.site, known.patient) if part]
+        group = self.group or (" / ".join(parts) if known.patient else None)
+        record = self._replace(group=group, site=self.site or known.site)
+        if known.slices == 1 or self.slice is not None:
+            yield record
+            return
+        for number in range(known.slices):
+            yield record._replace(slice=number, group=group or self.image)
 
 
 def is_manifest(path: str, columns: Columns) -> bool:
@@ -61,8 +85,10 @@ class Table:
 
     def __init__(self, path: AnyPath, columns: Columns) -> None:
         self.path = path
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise InputError(f"{readable(path)}: is not a file.")
         try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
+            text = read_file(path, LARGEST).decode("utf-8-sig")
         except OSError as error:
             raise InputError(f"{readable(path)}: cannot be read ({error.strerror}).") from error
         except UnicodeDecodeError as error:
@@ -116,14 +142,18 @@ class Table:
             raise RowError("row", "names no image")
         if not values[self.split]:
             raise RowError("no split", readable(values["image"]))
+        check_split(values[self.split])
+        image = os.path.join(root, values["image"])
         mask = os.path.join(root, values["mask"]) if values.get("mask") else None
         return Record(
-            image=os.path.join(root, values["image"]),
+            image=image,
             split=values[self.split],
             labels=self._labels(values, cells),
             mask=mask,
             boxes=() if mask else _box([values.get(name, "") for name in ("x", "y", "w", "h")]),
             group=values.get(self.group) or None,
+            site=values.get("site") or None,
+            slice=_slice(values.get("slice", "")) if kind_of(image) != "picture" else None,
         )
 
     def _labels(self, values: dict[str, str], cells: list[str]) -> tuple[str, ...]:
@@ -137,6 +167,14 @@ class Table:
         return tuple(name for name, i in self.classes.items() if _number(cells[i]) == 1)
 
 
+def check_split(name: str) -> None:
+    """Splits give files and columns their names."""
+    if not name.isprintable() or name.startswith(".") or any(c in "/\\" for c in name) or len(name) > LONGEST:
+        raise RowError(
+            "row", f"has the split '{readable(name):.40}'; a split is a word, without slashes, dots before it"
+        )
+
+
 def _box(cells: list[str]) -> tuple[Box, ...]:
     if not any(cells):
         return ()
@@ -145,6 +183,12 @@ def _box(cells: list[str]) -> tuple[Box, ...]:
         raise RowError("row", f"needs a number for each of x, y, w, h, not '{readable(', '.join(cells)):.60}'")
     x, y, width, height = numbers
     return (Box(x, y, width, height),)
+
+
+def _slice(cell: str) -> int | None:
+    if cell and not cell.isdecimal():
+        raise RowError("row", f"has the slice '{readable(cell):.40}'; slices are counted from 0")
+    return int(cell) if cell else None
 
 
 def _number(text: str) -> float | None:

@@ -23,6 +23,7 @@ from fasterisnet.errors import InputError
 
 CLASSES = 10
 SIDE = 28
+LARGEST = 2**30  # bytes
 FILES = ("{}-images-idx3-ubyte", "{}-labels-idx1-ubyte")
 Stored = tuple[Tensor, Tensor]  # images uint8 (digit, 1, 28, 28) and labels int64 (digit)
 
@@ -100,8 +101,10 @@ def _idx(path: Path, dimensions: int) -> np.ndarray:
         raise InputError(f"{path} or {path.name}.gz is missing; the folder has to hold the four original MNIST files.")
     header = 4 * (1 + dimensions)
     try:
-        content = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
-        magic, *sizes = struct.unpack_from(f">{1 + dimensions}I", content)
+        with gzip.open(found) if found.suffix == ".gz" else found.open("rb") as file:
+            start = file.read(header)
+            magic, *sizes = struct.unpack_from(f">{1 + dimensions}I", start)
+            content = start + file.read(min(math.prod(sizes), LARGEST) + 1)  # packed files can be of any size
     except (OSError, EOFError, zlib.error, struct.error) as error:
         raise InputError(f"{found} cannot be read as an idx file: {error}") from error
     if magic != 0x0800 + dimensions or not sizes[0] or len(content) - header != math.prod(sizes):

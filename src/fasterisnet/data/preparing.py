@@ -12,6 +12,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from fasterisnet.data.base import Samples
+from fasterisnet.data.decoding import Window
 from fasterisnet.errors import InputError
 from fasterisnet.methods import normalised_box
 
@@ -27,7 +28,7 @@ class Preparation:
     size: of the square the network sees. channels: 1 or 3. mean, std: after scaling to [0, 1]; empty for none. fit:
     "stretch" to the square or "pad" to it. equalise: histogram equalisation. augmentation (training only): "flip",
     "crop" (a random part of the image, and flip) or "xray" (the paper's: shift by 28 of 224 px, turn by 40 degrees,
-    flip).
+    flip). window: how files of more than 8 bits were read; see `Reader`.
     """
 
     size: int = 224
@@ -37,6 +38,7 @@ class Preparation:
     fit: Fit = "stretch"
     equalise: bool = False
     augmentation: Augmentation = "none"
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.channels not in (1, 3):
@@ -97,7 +99,8 @@ class Preparation:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON and YAML."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        found = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {key: value for key, value in found.items() if key != "window" or value is not None}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preparation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from fasterisnet.data.base import Source
-from fasterisnet.data.decoding import readable
+from fasterisnet.data.decoding import Window, readable
 from fasterisnet.data.dogs import dogs_source
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.mnist import mnist_source
@@ -63,6 +65,22 @@ def _words(value: Any) -> list[str]:
     return value.split(",") if isinstance(value, str) else list(value)
 
 
+def read_foreground(value: Any) -> tuple[int, ...]:
+    """The labels that are the object: a number, numbers with commas between them, or a list."""
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(int(str(part)) for part in parts)
+
+
+def read_window(value: Any) -> Window:
+    """Two numbers, the lower first, or auto."""
+    if value == "auto":
+        return "auto"
+    low, high = (float(part) for part in (value.split(",") if isinstance(value, str) else value))
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(value)
+    return low, high
+
+
 _truth = _one_of({"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False})
 LIMIT = {"limit": Option("limit", _above_zero, "a whole number above 0")}
 BIAS = {
@@ -72,6 +90,8 @@ BIAS = {
 COUNTS = {name: Option(name, _above_zero, "a whole number above 0") for name in ("classes", "size", "per_class")}
 SPLIT = {"split": Option("split", _one_of({"mixed": "mixed", "covid": "covid"}), "mixed or covid")}
 OWN_DATA = {
+    "foreground": Option("foreground", read_foreground, "the numbers of labels, with commas between them"),
+    "window": Option("window", read_window, "low,high with low below high, or auto"),
     "refine_boxes": Option("refine_boxes", _truth, "true or false"),
     "boxes": Option("boxes", _path, "the path of a COCO file"),
     "classes": Option("classes", _words, "the names of the classes, with commas between them"),
@@ -136,6 +156,14 @@ def _arguments(name: str, known: Mapping[str, Option], given: Mapping[str, Any])
     return arguments
 
 
+def own_arguments(data: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The path of data of the user's own, and the arguments its options stand for; those given (not None) win."""
+    address, query = parts_of(os.fspath(data))
+    path = Path(address).expanduser()
+    chosen = query | {key: value for key, value in given.items() if value is not None}
+    return path, _arguments(readable(path), OWN_DATA, chosen)
+
+
 def _open_path(address: str, given: Mapping[str, Any]) -> Source:
     """A folder or a table of the user's own."""
     path = Path(address).expanduser()
@@ -150,6 +178,6 @@ def _open_path(address: str, given: Mapping[str, Any]) -> Source:
     return open_folder(path, **_arguments(readable(path), OWN_DATA, given))
 
 
-def is_own(spec: str | Path) -> bool:
+def is_own(spec: str | os.PathLike[str]) -> bool:
     """Whether a text names a folder or table of the user's own, not a data set known by name."""
     return parts_of(str(spec))[0].partition(":")[0] not in KINDS

@@ -53,6 +53,10 @@ class Xrays:
         """The patient."""
         return self.pictures[index].patient or None
 
+    def has_mask(self, index: int) -> bool:
+        """Whether its lungs were drawn."""
+        return bool(self.pictures[index].mask)
+
     def source(self, index: int) -> str:
         """The hospital or collection the picture comes from."""
         return self.pictures[index].source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,8 +58,9 @@ def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _write_pt2(model: nn.Module, path: Path, images: Tensor) -> None:
-    with path.open("wb") as file:  # given a path, torch would write its name into the file
-        torch.export.save(_exported(model, images), file)
+    buffer = io.BytesIO()  # given a path, torch would write its name into the file, and abort when the disk is full
+    torch.export.save(_exported(model, images), buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def _read_pt2(path: Path) -> Callable[[Tensor], Tensor]:

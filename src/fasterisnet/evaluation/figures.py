@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ LEGIBLE = 224  # pixels; smaller pictures are enlarged, every pixel a square
 PALEST = 0.55  # black of the image under a heatmap, so that colours show on it
 GAMMA = 0.7  # below 1: weak relevance shows too
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
+PROGRAM = "fasterisnet"
 LUMA = (0.299, 0.587, 0.114)
 
 
@@ -84,7 +85,7 @@ def heatmap_figure(
     of_images = list(titles) if titles is not None else [""] * len(images)
     of_pictures = ["image", *maps]
     if across and len(images) == 1:  # room for a long title
-        figure.suptitle(of_images[0], fontsize=10)
+        figure.suptitle(of_images[0], fontsize=10, parse_math=False)
         of_images = [""]
     _name(axes, of_pictures if across else of_images, of_images if across else of_pictures)
     _colour_bar(figure, axes, bound)
@@ -179,8 +180,20 @@ def save_figure(figure: Figure, path: str | Path, *, dpi: int = 150) -> None:
     known = figure.canvas.get_supported_filetypes()
     if Path(path).suffix.lstrip(".").lower() not in known:
         raise InputError(f"{path}: a figure can be saved as {', '.join(sorted(known))}; give the file such an ending.")
+    mark: dict[str, Any] = {"metadata": {"Software": PROGRAM}} if Path(path).suffix.lower() == ".png" else {}
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=dpi)
+        figure.savefig(temporary, dpi=dpi, **mark)
+
+
+def is_own_figure(path: str | Path) -> bool:
+    """Whether `save_figure` wrote this .png file."""
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            return picture.info.get("Software") == PROGRAM
+    except (OSError, ValueError, SyntaxError):
+        return False
 
 
 # --- pixels ---------------------------------------------------------------------------------------------------------
@@ -266,9 +279,9 @@ def _figure(width: float, height: float) -> Figure:
 
 def _name(axes: np.ndarray, top: Sequence[str], left: Sequence[str]) -> None:
     for axis, text in zip(axes[0], top, strict=True):
-        axis.set_title(text, fontsize=10)
+        axis.set_title(text, fontsize=10, parse_math=False)
     for row, text in zip(axes, left, strict=True):
-        row[0].set_ylabel(text, fontsize=10)
+        row[0].set_ylabel(text, fontsize=10, parse_math=False)
 
 
 def _colour_bar(figure: Figure, axes: np.ndarray, bound: float | None) -> None:

@@ -14,6 +14,7 @@ from fasterisnet.errors import InputError
 from fasterisnet.losses import Ranges, RunningMoments
 from fasterisnet.methods.base import Standard, Step
 from fasterisnet.methods.isnet import ISNet
+from fasterisnet.methods.stochastic import Stochastic
 
 Progress = Callable[[int, int, float], None]
 
@@ -36,25 +37,28 @@ def calibrate(
     """Trains a copy of the model plainly for `epochs`, then measures `sum |R|` of every sample during one more.
 
     loader: batches (images, labels, ...), gone through `epochs + 1` times. progress(epoch, step, loss) is called after
-    every step. In a distributed run every process trains on its own batches and what they measured is merged exactly.
+    every step. In a distributed run every process trains on its own batches, of which some may be empty, and what they
+    measured is merged exactly.
     The model and the method are left as they are; give the result to the method as `ranges`. Keep the learning rate
     low: a classifier that grew certain on biased data saturates eta, and Selective would get a range far too small.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     model, method = copy.deepcopy(model).train(), copy.deepcopy(method)
     spread = distributed.is_available() and distributed.is_initialized()
-    step = Step(model, Standard())
+    step = _Plain(model, Standard())
     trained = DistributedDataParallel(step) if spread else step
+    together = method.share != (0, 1)
     steps = optimizer(model.parameters())
     moments: dict[str, RunningMoments] = {}
     for epoch in range(epochs + 1):
         count = 0
         for count, (images, labels, *_) in enumerate(loader, start=1):
             images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
-            if epoch == epochs:
+            share = _shared(method, len(images), together) if spread else 1.0
+            if epoch == epochs and len(images):
                 for depth, totals in method.measure(model, images).items():
                     moments.setdefault(depth, RunningMoments()).update(totals)
-            loss = trained(images, labels).total
+            loss = trained(images, labels) * share
             steps.zero_grad()
             loss.backward()
             if clip is not None:
@@ -65,6 +69,29 @@ def calibrate(
         if count == 0:
             raise InputError("The loader gave no batch; calibration needs the training data.")
     return Ranges.from_moments(_merged(moments) if spread else moments)
+
+
+class _Plain(Step):
+    """The classification loss alone, also of an empty batch."""
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(images, labels).total if len(images) else zero_loss(self.model)
+
+
+def zero_loss(model: nn.Module) -> Tensor:
+    """What a process without samples adds to the gradient: nothing, but every parameter takes part in it."""
+    zeros = [p.sum() * 0 for p in model.parameters() if p.requires_grad]
+    return torch.stack(zeros).nan_to_num().sum() if zeros else torch.zeros(())
+
+
+def _shared(method: ISNet, samples: int, together: bool) -> float:
+    """The weight of this process's mean in the batch of all; those that draw together are told of the whole."""
+    counts: list[int] = [0] * distributed.get_world_size()
+    distributed.all_gather_object(counts, samples)
+    if isinstance(method, Stochastic) and together:
+        method.share = (method.share[0], sum(map(bool, counts)))
+        method.batch = sum(counts)
+    return samples * len(counts) / max(sum(counts), 1)
 
 
 def _merged(moments: dict[str, RunningMoments]) -> dict[str, RunningMoments]:

@@ -10,7 +10,12 @@ from fasterisnet.lrp.targets import Logit, Target
 
 
 class Stochastic(ISNet):
-    """One map a sample: its highest logit with probability 1/2, each of the others with 1/(2(C-1))."""
+    """One map a sample: its highest logit with probability 1/2, each of the others with 1/(2(C-1)).
+
+    batch: samples of the present batch over all processes of `share`; None if each of them has as many as this one.
+    """
+
+    batch: int | None = None
 
     def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
         return [("epsilon", Logit(self.draw(logits)))]
@@ -23,7 +28,7 @@ class Stochastic(ISNet):
             return highest
         device = "cpu" if self.generator is None else self.generator.device
         rank, processes = self.share
-        drawn = len(logits) * processes
+        drawn = len(logits) * processes if self.batch is None else self.batch
         chance = torch.rand(drawn, generator=self.generator, device=device)[rank::processes].to(logits.device)
         other = torch.randint(1, count, (drawn,), generator=self.generator, device=device)[rank::processes]
         return torch.where(chance < 0.5, highest, (highest + other.to(logits.device)) % count)

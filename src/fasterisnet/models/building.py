@@ -20,36 +20,59 @@ from fasterisnet.models.small import small_network
 from fasterisnet.models.weights import COLOURS, convolutions, for_channels, load_weights, transfer
 
 SMALL = "small"
+LIBRARIES = ("", "torchvision", "timm")
 # A second output in training is nothing a method or a metric could use. (`init_weights`: what torchvision does anyway,
 # without its warning.)
 WITHOUT_AUXILIARY = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
-def build_model(name: str, classes: int, *, channels: int = 3, pretrained: bool | str = False) -> nn.Module:
+def build_model(
+    name: str, classes: int, *, channels: int = 3, pretrained: bool | str = False, trust: bool = False
+) -> nn.Module:
     """A classifier with `classes` logits.
 
     name: a torchvision model (`resnet18`, `torchvision:resnet18`), a timm model (`resnet18d`, `timm:resnet18d`; timm is
-    asked when torchvision does not know the name), `small`, or `package.module:function`. That function is run, so name
-    only code you trust; it gets `num_classes`, `channels` and `pretrained` if it has such arguments. pretrained: True
-    for the weights the library offers, or the path of a .safetensors or .pt file; the head may differ.
+    asked when torchvision does not know the name), `small`, or `package.module:function`. That function is run, if
+    `trust` says so; it gets `num_classes`, `channels` and `pretrained` if it has such arguments. pretrained: True for
+    the weights the library offers, or the path of a .safetensors or .pt file; the head may differ.
     """
+    check_trust(name, trust)
     if classes < 1 or channels < 1:
         raise InputError(f"A classifier needs at least 1 class and 1 channel, not {classes} and {channels}.")
     offered = pretrained is True
-    library, _, bare = name.rpartition(":")
+    library, bare = _parts(name)
     if bare == SMALL and not library:
         model = _small(classes, channels, offered)
     elif library in ("", "torchvision") and bare in _torchvision_names():
         model = _from_torchvision(bare, classes, channels, offered)
     elif library in ("", "timm") and _is_timm(bare):
         model = _from_timm(bare, classes, channels, offered)
-    elif library not in ("", "torchvision", "timm"):
+    elif library not in LIBRARIES and all(map(str.isidentifier, [*library.split("."), bare])):
         model = _from_function(library, bare, classes, channels, offered)
     else:
         raise UsageError(f"There is no model '{name}'.{_nearest(name)}")
     if isinstance(pretrained, str | os.PathLike):
         _from_file(model, os.fspath(pretrained))
     return model
+
+
+def names_code(name: str) -> bool:
+    """Whether a model is named as code to import, not as one of the libraries' own."""
+    return _parts(name)[0] not in LIBRARIES
+
+
+def check_trust(name: str, trust: bool) -> None:
+    """The one gate before a name becomes code: somebody who may run it has to have said so."""
+    if names_code(name) and not trust:
+        raise UsageError(
+            f"The model '{name}' is code that would be imported and called; if you trust it, say --trust (trust=True)."
+        )
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Library, or module to import, and the name in it."""
+    library, _, bare = name.rpartition(":")
+    return library, bare
 
 
 def model_names() -> list[str]:
@@ -217,7 +240,7 @@ def _needed(module: str) -> ModuleType:
 
 
 def _nearest(name: str) -> str:
-    library, _, bare = name.rpartition(":")
+    library, bare = _parts(name)
     known = {"torchvision": _torchvision_names, "timm": _timm_names}
     names = known[library]() if library in known else [SMALL, *_torchvision_names(), *_timm_names()]
     close = difflib.get_close_matches(bare, names, n=4)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
+import pickle
 import time
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import forkserver
+from threading import Thread
 from typing import Any
 
 import torch
@@ -12,18 +18,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from fasterisnet.data.base import BadImageError, Samples
+from fasterisnet.data.decoding import readable
 from fasterisnet.data.preparing import Key, Preparation, Prepared, random_stream
-from fasterisnet.errors import InputError
+from fasterisnet.errors import FasterISNetError, InputError, UsageError
 
 Sample = tuple[Tensor, Tensor, Tensor]
 Batch = tuple[Tensor, Tensor, Tensor]
 LEAST = 2  # batch norm cannot learn from one sample
+PATIENCE = 600.0  # seconds a batch may take to load
+MOMENT = 2.0  # seconds after which one looks whether somebody is still at work
+SAFE_PATH = "PYTHONSAFEPATH"
+SLOW = "DataLoader timed out"
+CROWD = 64  # loading processes that any machine is trusted with
+
+
+class LoadingError(FasterISNetError, RuntimeError):
+    """A process that loads images has died, or takes too long."""
 
 
 class Batches(Sampler[list[Key]]):
     """The batches of an epoch. Of every batch this process takes `batch[rank::processes]`.
 
-    A last batch that would leave a process with fewer than two samples is left out.
+    In training a last batch of a single sample is left out. One that would leave a process with fewer than two is
+    shared among fewer processes; the others get an empty list. So the batches do not depend on the processes.
     """
 
     def __init__(self, samples: int, size: int, *, seed: int, shuffle: bool, share: tuple[int, int] = (0, 1)) -> None:
@@ -34,8 +51,13 @@ class Batches(Sampler[list[Key]]):
     def count(self) -> int:
         """Batches in a whole epoch."""
         full, rest = divmod(self.samples, self.size)
-        useful = rest >= (LEAST * self.processes if self.shuffle else 1)
-        return full + useful
+        return full + (rest >= (LEAST if self.shuffle else 1))
+
+    def shared(self, number: int) -> tuple[int, int]:
+        """How many samples a batch has over all processes, and among how many of these it is shared."""
+        whole = min(self.size, self.samples - number * self.size)
+        few = self.shuffle and whole < min(self.size, LEAST * self.processes)
+        return whole, whole // LEAST if few else self.processes
 
     def __len__(self) -> int:
         return self.count() - self.start
@@ -47,13 +69,19 @@ class Batches(Sampler[list[Key]]):
             generator = torch.Generator().manual_seed(random_stream(self.seed, epoch, 1))
             order = torch.randperm(self.samples, generator=generator)
         for i in range(self.start, self.count()):
-            mine = order[i * self.size : (i + 1) * self.size][self.rank :: self.processes]
-            if len(mine):
+            among = self.shared(i)[1]
+            batch = order[i * self.size : (i + 1) * self.size]
+            mine = batch[self.rank :: among] if self.rank < among else batch[:0]
+            if len(mine) or self.shuffle:
                 yield [(epoch, index) for index in mine.tolist()]
 
 
 class Loader:
-    """Batches of a split, loaded by worker processes; counts the seconds that training had to wait for it."""
+    """Batches of a split, loaded by worker processes; counts the seconds that training had to wait for it.
+
+    Workers come from a server process of their own: forked from this one, which has threads, a worker could inherit a
+    lock that nobody will ever release. They stay from epoch to epoch, and leave with the process they work for.
+    """
 
     def __init__(
         self,
@@ -61,35 +89,47 @@ class Loader:
         preparation: Preparation,
         size: int,
         *,
+        name: str = "",
         seed: int = 0,
         training: bool = False,
         workers: int = 0,
         share: tuple[int, int] = (0, 1),
         pin: bool = False,
         dtype: torch.dtype = torch.float32,
+        timeout: float = PATIENCE,
     ) -> None:
         self.batches = Batches(len(samples), size, seed=seed, shuffle=training, share=share)
         if self.batches.count() == 0:
             raise InputError(f"{len(samples)} samples are too few for a batch.")
+        check_workers(workers)
         self._loader: DataLoader[Any] = DataLoader(
             _Careful(Prepared(samples, preparation, seed=seed, training=training)),
             batch_sampler=self.batches,
             num_workers=workers,
-            persistent_workers=training and workers > 0,
+            persistent_workers=workers > 0,
+            multiprocessing_context=_server() if workers else None,
+            timeout=timeout if workers else 0,
             pin_memory=pin,
-            worker_init_fn=_one_thread if workers else None,
-            collate_fn=_batch,
+            worker_init_fn=_begin if workers else None,
+            collate_fn=_Collate(preparation),
         )
-        self.dtype = dtype
+        self.name, self.dtype, self.timeout = name, dtype, timeout
         self.waited = 0.0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `start` on."""
         self.batches.epoch, self.batches.start = epoch, start
-        iterator = iter(self._loader)
+        iterator = None
         while True:
             begin = time.perf_counter()
-            batch = next(iterator, None)
+            try:
+                iterator = iterator or iter(self._loader)
+                batch = self._next(iterator)
+            except RuntimeError as error:
+                problem = self._problem(iterator or self._loader._iterator, str(error))
+                if problem is None:
+                    raise
+                raise problem from error
             self.waited += time.perf_counter() - begin
             if batch is None:
                 return
@@ -97,6 +137,43 @@ class Loader:
                 raise batch
             images, labels, masks = batch
             yield images.to(self.dtype), labels, masks
+
+    def _next(self, iterator: Any) -> Batch | BadImageError | None:
+        """PyTorch looks after its workers only when it has waited in vain, so it waits for moments."""
+        begin, limit = time.monotonic(), self.timeout or math.inf
+        iterator._timeout = min(limit, MOMENT) if self._loader.num_workers else 0
+        try:
+            while True:
+                try:
+                    return next(iterator, None)
+                except RuntimeError as error:
+                    if not str(error).startswith(SLOW) or time.monotonic() - begin >= limit:
+                        raise
+        finally:
+            iterator._timeout = self._loader.timeout
+
+    def _problem(self, iterator: Any, text: str) -> LoadingError | None:
+        """What PyTorch says of workers that died or hang, in the words of the run; those that hang are ended."""
+        died, slow = text.startswith("DataLoader worker"), text.startswith(SLOW)
+        if iterator is None or not (died or slow):
+            return None
+        gone = [f"{i} (process {w.pid})" for i, w in enumerate(iterator._workers) if died and not w.is_alive()]
+        asked = iterator._task_info.get(iterator._rcvd_idx, (0,))[0]
+        which = ", ".join(gone) or f"{asked} (process {iterator._workers[asked].pid})"
+        for worker in iterator._workers:
+            worker.kill()
+        what = "died; it may have run out of memory" if died else f"sent no batch for {self.timeout:g} s"
+        return LoadingError(
+            f"Loading the split '{readable(self.name)}' failed in process {self.batches.rank} of "
+            f"{self.batches.processes}: worker {which} {what}. Fewer workers or another loader_timeout may help."
+        )
+
+
+def check_workers(workers: int) -> None:
+    """More processes than a machine can run are a slip of the keyboard."""
+    most = max(CROWD, 4 * (os.cpu_count() or 1))
+    if workers > most:
+        raise UsageError(f"workers is {workers}, but this machine should not run more than {most} of them.")
 
 
 class Epochs:
@@ -124,10 +201,56 @@ class _Careful(Dataset[Any]):
         except BadImageError as error:
             return error
 
+    def __getstate__(self) -> bytes:
+        """As bytes: images in memory would otherwise move to /dev/shm, which is small in many containers."""
+        return pickle.dumps(self.prepared)
 
-def _batch(samples: list[Sample | BadImageError]) -> Batch | BadImageError:
-    return next((s for s in samples if isinstance(s, BadImageError)), None) or default_collate(samples)
+    def __setstate__(self, state: bytes) -> None:
+        self.prepared = pickle.loads(state)
 
 
-def _one_thread(_worker: int) -> None:
+class _Collate:
+    """A batch of samples, or the first error among them; a process may have no sample of a batch."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self.channels, self.size = preparation.channels, preparation.size
+
+    def __call__(self, samples: list[Sample | BadImageError]) -> Batch | BadImageError:
+        if not samples:
+            square = (self.size, self.size)
+            masks = torch.zeros(0, 1, *square, dtype=torch.bool)
+            return torch.zeros(0, self.channels, *square), torch.zeros(0, dtype=torch.long), masks
+        return next((s for s in samples if isinstance(s, BadImageError)), None) or default_collate(samples)
+
+
+def _server() -> Any:
+    """Where workers come from. What they import is imported there, once for all of them.
+
+    Python would look for it in the working directory first, where anybody's files may lie.
+    """
+    if not hasattr(os, "fork"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[SAFE_PATH]
+        os.environ.update({} if before is None else {SAFE_PATH: before})
+    return context
+
+
+def _begin(_worker: int) -> None:
+    """In a worker, before its first sample."""
     torch.set_num_threads(1)
+    Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """The server lives as long as its workers do, so a worker has to notice itself that nobody waits for it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -2,36 +2,78 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fasterisnet.data.base import Source
+from fasterisnet.data.base import Samples, Source
+from fasterisnet.data.decoding import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.methods import ISNet, Standard
+from fasterisnet.training.batches import check_workers
 from fasterisnet.training.config import Config
+from fasterisnet.training.method import preparation_of
+
+
+def check_options(config: Config) -> None:
+    """What a new run would be told too late, or never."""
+    if isinstance(config.heatmap_weight, list) and len(config.heatmap_weight) != config.epochs:
+        raise UsageError(
+            f"heatmap_weight has {len(config.heatmap_weight)} numbers for {config.epochs} epochs; give one for each."
+        )
+    check_workers(config.workers)
+    folder = Path(config.data)
+    if is_own(config.data) and folder.is_dir() and Path(config.out).resolve().is_relative_to(folder.resolve()):
+        raise UsageError(f"The run {config.out} would lie inside the data {config.data}; choose an --out elsewhere.")
 
 
 def check_data(config: Config, source: Source) -> None:
     """What would make a training worthless, before it begins."""
-    folder = Path(config.data)
-    if is_own(config.data) and folder.is_dir() and Path(config.out).resolve().is_relative_to(folder.resolve()):
-        raise UsageError(f"The run {config.out} would lie inside the data {config.data}; choose an --out elsewhere.")
+    _check_groups(config, source)
     if source.multi_label:
         return
     if len(source.classes) < 2:
         raise InputError(f"The data has one class, '{source.classes[0]}': there is nothing to tell apart.")
-    samples = source.split("train")
+    check_classes_of(source.split("train"), source, "image")
+
+
+def check_classes_of(samples: Samples, source: Source, what: str) -> None:
+    """A network cannot learn a class that it never sees."""
     present = {samples.label(i) for i in range(len(samples))}
     missing = [name for i, name in enumerate(source.classes) if i not in present]
-    if missing:
-        raise InputError(f"The split 'train' has no image of {', '.join(missing)}; `fasterisnet data check` says more.")
+    if missing and not source.multi_label:
+        names = ", ".join(map(readable, missing))
+        raise InputError(f"The split 'train' has no {what} of {names}; `fasterisnet data check` says more.")
+
+
+def _check_groups(config: Config, source: Source) -> None:
+    """Nobody (no patient) is trained on and validated or tested with, nor chosen and tested with."""
+    chosen = [name for name in ("train", config.validation) if name in source.splits]
+    for name in chosen:
+        mine = _groups(source.splits[name])
+        for other, samples in source.splits.items():
+            both = mine & _groups(samples) if mine and other != name else set()
+            if both:
+                raise InputError(
+                    f"{len(both)} groups or patients are in the splits '{readable(name)}' and '{readable(other)}' at "
+                    f"once, among them '{readable(min(both))}'; keep everybody in one of them."
+                )
+
+
+def _groups(samples: Samples) -> set[str]:
+    return {group for i in range(len(samples)) if (group := samples.group(i)) is not None}
 
 
 def check_model(config: Config, model: nn.Module, classes: int) -> None:
     """Whether the network takes images of this size and has an output for every class."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            preparation_of(config)(torch.zeros(3, 20, 30, dtype=torch.uint8), training=True)
+    except RuntimeError as error:
+        raise UsageError(f"Pictures cannot be made {config.size} px large ({error}); take a larger --size.") from error
     model.eval()
     images = torch.zeros(1, config.channels, config.size, config.size)
     try:
@@ -45,6 +87,13 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
     if shape != (1, classes):
         raise UsageError(f"The model {config.model} has outputs of shape {shape}; it has to be (batch, {classes}).")
     model.train()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copy.deepcopy(model)(images.repeat(max(1, min(2, config.batch)), 1, 1, 1))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UsageError(
+            f"The model {config.model} cannot learn from images of {config.size} px: {error} Take a larger --size."
+        ) from error
 
 
 def check_method(config: Config, method: ISNet | Standard, model: nn.Module, source: Source) -> None:

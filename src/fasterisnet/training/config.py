@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 import yaml
 
 from fasterisnet.errors import UsageError
+from fasterisnet.reading import read_file
 
 Check = Callable[[Any], Any]
 METHODS = ("standard", "original", "dual", "selective", "stochastic", "grad-input", "softmax-grad-input")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
+MOST = 2**53  # of anything that is counted
+LONGEST = 2**20  # bytes of a file of options
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -44,7 +49,7 @@ def whole(least: int) -> Check:
     """A whole number."""
 
     def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
             raise ValueError(f"a whole number, {least} or more")
         return value
 
@@ -57,9 +62,9 @@ def number(low: float = 0.0, high: float = float("inf")) -> Check:
     def check(value: Any) -> float:
         try:
             found = float(value) if not isinstance(value, bool) else None
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = None
-        if found is None or not low <= found <= high:
+        if found is None or not low <= found <= high or math.isinf(found):
             raise ValueError(
                 f"a number from {low:g} to {high:g}" if high < float("inf") else f"a number from {low:g} on"
             )
@@ -78,8 +83,11 @@ def switch(value: Any) -> bool:
 def numbers(value: Any) -> list[float]:
     """A list of numbers."""
     try:
-        return [float(v) for v in value] if not isinstance(value, str) else [float(v) for v in value.split(",")]
-    except (TypeError, ValueError):
+        found = [float(v) for v in (value.split(",") if isinstance(value, str) else value)]
+        if not all(map(math.isfinite, found)):
+            raise ValueError
+        return found
+    except (TypeError, ValueError, OverflowError):
         raise ValueError("a list of numbers, like [0.485, 0.456, 0.406]") from None
 
 
@@ -117,9 +125,34 @@ def ranges(value: Any) -> str | list[float] | None:
     """A file of an earlier calibration, a pair (C1, C2), or nothing for a calibration of this run's own."""
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, list) and len(value) == 2 and 0 < float(value[0]) <= float(value[1]):
+    if isinstance(value, list) and len(value) == 2 and 0 < number()(value[0]) <= number()(value[1]):
         return [float(v) for v in value]
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
+
+
+def labels(value: Any) -> list[int]:
+    """Numbers of labels."""
+    if value in (None, "", []):
+        return []
+    from fasterisnet.data.sources import read_foreground
+
+    try:
+        return list(read_foreground(value))
+    except (TypeError, ValueError):
+        raise ValueError("the numbers of labels, like 1,2") from None
+
+
+def window(value: Any) -> str | list[float] | None:
+    """Two numbers, auto or nothing."""
+    if value is None:
+        return None
+    from fasterisnet.data.sources import read_window
+
+    try:
+        found = read_window(value)
+    except (TypeError, ValueError):
+        raise ValueError("low,high with low below high, or auto") from None
+    return found if isinstance(found, str) else list(found)
 
 
 def pretrained(value: Any) -> bool | str:
@@ -152,9 +185,16 @@ class Config:
 
     batch: int = _option(16, whole(1), "samples a step, over all processes")
     accumulate: int = _option(1, whole(1), "steps whose gradients are added up before an update", rare=True)
-    lr: float = _option(1e-3, number(), "learning rate of SGD")
+    lr: float = _option(1e-3, number(), "learning rate")
+    optimizer: str = _option("sgd", one_of("sgd", "adamw"), "sgd or adamw", rare=True)
+    sampling: str = _option(
+        "natural",
+        one_of("natural", "balanced"),
+        "balanced repeats images of rare classes: all are seen alike",
+        rare=True,
+    )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
-    weight_decay: float = _option(0.0, number(), "weight decay of SGD", rare=True)
+    weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
     schedule: str = _option("constant", one_of("constant", "cosine", "onecycle"), "constant, cosine or onecycle")
     clip: float = _option(1.0, number(), "largest norm of the gradient; 0 for no limit", rare=True)
     early_stopping: int = _option(0, whole(0), "stop after so many epochs without a better validation loss", rare=True)
@@ -188,6 +228,11 @@ class Config:
     fit: str = _option("stretch", one_of("stretch", "pad"), "images that are not square: stretch or pad", rare=True)
     equalise: bool = _option(False, switch, "histogram equalisation", rare=True)
     augmentation: str = _option("none", one_of("none", "flip", "crop", "xray"), "none, flip, crop or xray")
+    foreground: list[int] = _option([], labels, "labels that are the object, if masks are label maps: 1,2")
+    window: Any = _option(None, window, "what of more than 8 bits is black and white: low,high or auto", rare=True)
+    allow_missing_masks: bool = _option(
+        False, switch, "train with a heatmap method though more than half of the masks are missing", rare=True
+    )
     refine_boxes: bool = _option(False, switch, "GrabCut inside boxes given instead of masks", rare=True)
     on_bad_image: str = _option(
         "stop", one_of("stop", "skip"), "an image that cannot be read: stop, or skip it", rare=True
@@ -195,6 +240,7 @@ class Config:
 
     seed: int = _option(0, whole(0), "of everything random")
     workers: int = _option(2, whole(0), "processes that load images", rare=True)
+    loader_timeout: float = _option(600.0, number(), "seconds a batch may take to load; 0 for ever", rare=True)
     precision: str = _option("32-true", one_of(*PRECISIONS), "32-true, 64-true, bf16-mixed or 16-mixed")
     accelerator: str = _option("auto", one_of("auto", "cpu", "gpu", "mps"), "auto, cpu, gpu or mps", rare=True)
     devices: int = _option(1, whole(1), "processes on this machine (DDP if more than one)")
@@ -214,7 +260,7 @@ class Config:
             try:
                 setattr(self, option.name, option.metadata["check"](value))
             except ValueError as error:
-                raise UsageError(f"{option.name} is {value!r}; it has to be {error}.") from None
+                raise UsageError(f"{option.name} is {reprlib.repr(value)}; it has to be {error}.") from None
         if not self.data:
             raise UsageError("data is missing: name a folder, a CSV manifest, or mnist, dogs:DIR, xray:DIR or drawn.")
         if self.channels not in (1, 3):
@@ -231,8 +277,8 @@ class Config:
         values: Any = {}
         if path is not None:
             try:
-                values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                values = yaml.safe_load(read_file(path, LONGEST, pipes=True).decode("utf-8")) or {}
+            except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
                 raise UsageError(f"{path} cannot be read as YAML: {error}") from error
             if not isinstance(values, dict):
                 raise UsageError(f"{path} has to hold options, one `key: value` a line.")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from fasterisnet.data.decoding import is_image_name, read_image, read_mask
+from fasterisnet.data.decoding import is_image_name, stem_of
+from fasterisnet.data.reading import Reader
 from fasterisnet.errors import UsageError
-from fasterisnet.evaluation.figures import heatmap_figure, save_figure
+from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_figure
 from fasterisnet.lrp.explain import explain
 from fasterisnet.training.config import nearest
 from fasterisnet.training.report import viewable
@@ -31,14 +32,15 @@ def explain_files(
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is not an image file.")
+    places = _places(paths, Path(out), Path(masks) if masks is not None else None)
     networks = [(Path(run).name, *Run(run).load_model(trust=trust)) for run in runs]
-    taken: set[str] = set()
-    written = []
-    for path in paths:
-        image, mask = read_image(path), _mask_of(path, masks)
+    first = Run(runs[0])
+    reader = Reader(tuple(first.config.foreground) if first.path("config.yaml").is_file() else ())
+    for path, place in zip(paths, places, strict=True):
+        mask = _mask_of(path, masks, reader)
         maps, texts, shown = {}, [], None
         for name, model, card in networks:
-            prepared, outline = card.prepare(image, mask)
+            prepared, outline = card.prepare(Reader(window=card.prepare.window).image(path), mask)
             batch = prepared.unsqueeze(0)
             with torch.no_grad():
                 logits = model(batch)[0]
@@ -52,20 +54,35 @@ def explain_files(
         if any(m.shape[-2:] != pixels.shape[-2:] for m in maps.values()):  # pyright: ignore[reportOptionalMemberAccess]
             raise UsageError("Runs that are shown side by side have to see images of one size.")
         figure = heatmap_figure(pixels, maps, outlines, titles=["\n".join([path.name, *texts])])  # pyright: ignore[reportArgumentType]
-        stem = _unique(path.stem, taken)
+        save_figure(figure, place)
+    return places
+
+
+def _places(images: list[Path], out: Path, masks: Path | None) -> list[Path]:
+    """Where the pictures go; a file that this program did not write, an image above all, is never replaced."""
+    taken: set[str] = set()
+    places = []
+    inputs = {image.resolve() for image in images}
+    for image in images:
+        stem = _unique(image.stem, taken)
         taken.add(stem)
-        written.append(Path(out) / f"{stem}.png")
-        save_figure(figure, written[-1])
-    return written
+        place = out / f"{stem}.png"
+        if place.exists() and (place.resolve() in inputs or not is_own_figure(place)):
+            raise UsageError(f"{place} is there and no picture that this command may replace; choose another --out.")
+        places.append(place)
+    if masks is not None and out.exists() and out.resolve() == masks.resolve():
+        raise UsageError(f"{out} is the folder of the masks; choose another --out.")
+    return places
 
 
-def _mask_of(image: Path, masks: str | Path | None) -> torch.Tensor | None:
+def _mask_of(image: Path, masks: str | Path | None, reader: Reader) -> torch.Tensor | None:
     if masks is None:
         return None
     if not Path(masks).is_dir():
         raise UsageError(f"{masks} is not a folder of masks.")
-    found = sorted(p for p in Path(masks).iterdir() if p.stem == image.stem and is_image_name(p.name))
-    return read_mask(found[0]) if found else None
+    stem = stem_of(image.name)
+    found = sorted(p for p in Path(masks).iterdir() if is_image_name(p.name) and stem_of(p.name) == stem)
+    return reader.mask(found[0]).clear(found[0]) if found else None
 
 
 def _index(target: str, classes: list[str]) -> int:

@@ -7,22 +7,27 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 
 from fasterisnet.data.preparing import random_stream
-from fasterisnet.errors import InputError, NonFiniteError
+from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.losses import Ranges
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
-from fasterisnet.models import build_model
-from fasterisnet.training.batches import Epochs
-from fasterisnet.training.checks import check_method, check_model
+from fasterisnet.models import build_model, check_trust
+from fasterisnet.training import fingerprint
+from fasterisnet.training.batches import Epochs, LoadingError
+from fasterisnet.training.checks import check_method, check_model, check_options
+from fasterisnet.training.claim import Claim
 from fasterisnet.training.config import Config
-from fasterisnet.training.launching import start_fabric
+from fasterisnet.training.digest import digest
+from fasterisnet.training.examining import examine_data
+from fasterisnet.training.launching import all_in_one_boat, start_fabric
 from fasterisnet.training.measuring import validate, watch
-from fasterisnet.training.method import build_method, preparation_of
+from fasterisnet.training.method import build_method, build_optimizer, preparation_of
 from fasterisnet.training.placing import CALIBRATION, TRAINING, WEIGHTS, Place
 from fasterisnet.training.report import write_report
 from fasterisnet.training.run import Card, Row, Run
@@ -49,11 +54,32 @@ class Progress:
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
 
+    def check(self, config: Config, batches: int) -> None:
+        """Raises a ValueError for what no run of these options can have come to."""
+        counts = (self.epoch, self.batch, self.updates, self.skipped, self.in_a_row, self.best_epoch + 1)
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("a count is not a number from 0 on")
+        if not all(type(value) in (int, float) for value in (self.best_loss, self.seconds)):
+            raise ValueError("a loss or time is not a number")
+        if self.epoch > config.epochs or self.batch > batches or self.best_epoch >= max(self.epoch, 1):
+            raise ValueError(f"epoch {self.epoch + 1}, batch {self.batch} of {batches} does not exist in this run")
+        if self.updates > (self.epoch + 1) * batches:
+            raise ValueError(f"{self.updates} updates are more than there can have been")
+        if not isinstance(self.rows, list) or len(self.rows) != self.epoch:
+            raise ValueError(f"there have to be {self.epoch} rows of the log")
+        ended = self.epoch == config.epochs
+        if type(self.finished) is not bool or (
+            self.finished != ended and not (self.finished and config.early_stopping)
+        ):
+            raise ValueError(f"after {self.epoch} of {config.epochs} epochs it says finished = {self.finished!r}")
+
 
 class Training:
     """A run: its data, model and method, and the state that is saved and restored."""
 
-    def __init__(self, fabric: Fabric, config: Config, run: Run, watcher: Watcher) -> None:
+    def __init__(
+        self, fabric: Fabric, config: Config, run: Run, watcher: Watcher, state: dict[str, Any] | None, trust: bool
+    ) -> None:
         self.fabric, self.config, self.run, self.watcher = fabric, config, run, watcher
         self.say = watcher.say
         self.place = Place(fabric, config)
@@ -62,8 +88,9 @@ class Training:
         self.source, self.loader = self.splits.source, self.splits.training
         torch.manual_seed(random_stream(config.seed, WEIGHTS))
         model = build_model(
-            config.model, len(self.source.classes), channels=config.channels, pretrained=config.pretrained
-        )
+            config.model, len(self.source.classes), channels=config.channels, trust=trust,
+            pretrained=config.pretrained if state is None else False,
+        )  # fmt: skip
         check_model(config, model, len(self.source.classes))
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
@@ -71,12 +98,11 @@ class Training:
         check_method(config, self.method, model, self.source)
         if isinstance(self.method, ISNet):
             self.method.generator, self.method.share = torch.Generator(), self.place.share
+        self.state = state
+        self.data = self._fingerprint()
         self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-        )
         self.model = model
-        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), optimizer)
+        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), build_optimizer(config, model))
         self.progress = Progress()
         self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
@@ -92,8 +118,13 @@ class Training:
         if isinstance(config.ranges, list):
             self.method.ranges = (config.ranges[0], config.ranges[1])
             return
-        if isinstance(config.ranges, str) or path.exists():
-            self.method.ranges = Ranges.load(config.ranges or path)
+        if path.exists() or isinstance(config.ranges, str):
+            self.method.ranges = _loaded(path if path.exists() else config.ranges)
+            known = (self.state or {}).get("calibration")
+            if known is not None and known != _digest(self.method.ranges):
+                raise InputError(f"{path} is not the calibration this run was trained with; put that one back.")
+        elif self.state is not None:
+            raise InputError(f"{path} is gone, and cannot be measured on a network in training; put it back.")
         else:
             length = f" of {config.calibration_batches} batches" if config.calibration_batches else ""
             self.say(f"Calibrating C1 and C2: plain epochs{length}: {config.calibration_epochs}, and one to measure.")
@@ -121,34 +152,94 @@ class Training:
         self._count_seconds()
         self.earlier = self.earlier + self.place.added(self.sums)
         self.sums = torch.zeros_like(self.sums)
-        if self.fabric.is_global_zero:
-            self.run.save_state(
-                {
-                    "model": self.model.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "precision": self.fabric.strategy.precision.state_dict(),
-                    "progress": vars(self.progress),
-                    "sums": self.earlier,
-                }
-            )
+        self._write_state()
         self.fabric.barrier()
 
-    def restore(self) -> None:
+    def _write_state(self) -> None:
+        if not self.fabric.is_global_zero:
+            return
+        ranges = self.method.ranges if isinstance(self.method, ISNet) else None
+        self.run.save_state(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "precision": self.fabric.strategy.precision.state_dict(),
+                "progress": vars(self.progress),
+                "sums": self.earlier,
+                "open": self.sums,
+                "options": fingerprint.options_of(self.config),
+                "data": self.data,
+                "calibration": _digest(ranges) if isinstance(ranges, Ranges) else None,
+            }
+        )
+
+    def restore(self, data_changed_ok: bool) -> None:
         """Back to where the state was saved, if it was."""
-        state = self.run.load_state()
+        state = self.state
         if state is None:
             return
+        path = self.run.path("state.pt")
+        self._check_same(state, data_changed_ok)
         try:
+            self.progress = Progress(**state["progress"])
+            self.progress.check(self.config, self.loader.batches.count() if not data_changed_ok else 2**53)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            self._check_momentum()
             self.fabric.strategy.precision.load_state_dict(state["precision"])
-            self.progress = Progress(**state["progress"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self.run.path('state.pt')} does not fit this run: {error}") from error
-        self.earlier = state["sums"]
+            self.earlier, self.sums = state["sums"], state.get("open", torch.zeros_like(state["sums"]))
+            if {self.earlier.shape, self.sums.shape} != {(len(SUMS),)}:
+                raise ValueError("the sums of the log are incomplete")
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            raise InputError(f"{path} does not fit this run: {error}") from error
         if isinstance(self.method, ISNet):
             self.method.skipped = self.progress.skipped
+        if not state["checked"] or "options" not in state:
+            self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
         self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
+
+    def _check_momentum(self) -> None:
+        for parameter, kept in self.optimizer.state.items():
+            for value in kept.values():
+                if isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, ()):
+                    raise ValueError(f"the optimiser has {tuple(value.shape)} for {tuple(parameter.shape)} parameters")
+
+    # --- what must not change under a run --------------------------------------------------------------------------
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """The process that writes the state looks at the data."""
+        if not self.fabric.is_global_zero:
+            return {}
+        return fingerprint.data_of(self.source, self.config.data, max(self.config.workers, 1))
+
+    def _check_same(self, state: dict[str, Any], data_changed_ok: bool) -> None:
+        problem = self._difference(state, data_changed_ok) if self.fabric.is_global_zero else None
+        problem = self.fabric.broadcast(problem)
+        if problem is not None:
+            raise UsageError(problem)
+
+    def _difference(self, state: dict[str, Any], data_changed_ok: bool) -> str | None:
+        folder = self.run.folder
+        try:
+            options = fingerprint.changed_options(state.get("options", {}), fingerprint.options_of(self.config))
+            if options is not None and "options" in state:
+                return f"{folder} was begun with {options}; put config.yaml back, or train into another --out."
+            if "data" not in state:
+                return None
+            classes = fingerprint.changed_classes(state["data"], self.data)
+            if classes is not None:
+                return f"{folder} cannot go on: {classes}."
+            data = fingerprint.changed_data(state["data"], self.data, self.source)
+        except (KeyError, TypeError, AttributeError) as error:
+            return (
+                f"{self.run.path('state.pt')} does not say what its data was ({error}); restore a copy, or train again."
+            )
+        if data is not None and not data_changed_ok:
+            return (
+                f"The data of {folder} has changed: {data}. Put it back; or say --data-changed-ok to go on with other "
+                "data than it was begun with."
+            )
+        return None
 
     # --- epochs ----------------------------------------------------------------------------------------------------
 
@@ -158,11 +249,22 @@ class Training:
             begin = self.clock = time.perf_counter()
             self.loader.waited = 0.0
             self.method.set_epoch(self.progress.epoch)
-            self._train_epoch()
+            try:
+                self._train_epoch()
+                self._count_seconds()
+                self.clock = None
+                trained = time.perf_counter() - begin
+                self._finish_epoch(trained, self.loader.waited / trained)
+            except LoadingError:
+                self._save_at_once()
+                raise
+
+    def _save_at_once(self) -> None:
+        """Between two updates, where only this process knows of it: what several have added up is in all of them."""
+        whole = self.progress.batch % self.config.accumulate == 0 or self.progress.batch == self.loader.batches.count()
+        if self.place.share[1] == 1 and whole:
             self._count_seconds()
-            self.clock = None
-            trained = time.perf_counter() - begin
-            self._finish_epoch(trained, self.loader.waited / trained)
+            self._write_state()
 
     def _count_seconds(self) -> None:
         """Adds what training took since the last call; nothing outside an epoch's training."""
@@ -180,6 +282,7 @@ class Training:
             members = min(config.accumulate, batches - group)
             last = progress.batch == group + members - 1
             self.place.seed(self.method, TRAINING, progress.epoch, progress.batch)
+            self.place.draws(self.method, *self.loader.batches.shared(progress.batch))
             with self.fabric.no_backward_sync(self.step, enabled=not last):
                 loss, sums = self.step(*self.place.moved(images, labels, masks), self.place.shares(masks))
                 self.fabric.backward(loss / members)
@@ -252,11 +355,13 @@ class Training:
             if self.board is not None:
                 self.board.log(progress.epoch, {**row, "waiting": waiting})
         self.save()
+        masks = named["with_mask"] / max(named["samples"], 1)
+        missing = f", masks {masks:.0%}" if masks < 1 and isinstance(self.method, ISNet) else ""
         self.say(
             f"epoch {progress.epoch}/{config.epochs}  train {row['train_loss']:.4f} (classification "
             f"{row['train_classification']:.4f}, background {row['train_background']:.3f}, foreground "
             f"{row['train_foreground']:.3f})  val {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.3f}"
-            f"{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
+            f"{missing}{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
         )
 
     def card(self) -> Card:
@@ -268,24 +373,65 @@ class Training:
         )  # fmt: skip
 
 
-def train(config: Config, *, resume: bool = False, watcher: Watcher | None = None) -> Run:
-    """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run."""
+def _loaded(path: Any) -> Ranges:
+    try:
+        return Ranges.load(path)
+    except RecursionError as error:
+        raise InputError(f"{path} is nested too deeply to be a calibration.") from error
+
+
+def _digest(ranges: Ranges) -> str:
+    return digest({depth: list(map(list, bounds)) for depth, bounds in ranges.depths.items()})
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+    trust: bool = False,
+    data_changed_ok: bool = False,
+) -> Run:
+    """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run.
+
+    trust: the user's word that code the model is named as may be imported. data_changed_ok: go on with other data.
+    """
+    check_trust(config.model, trust)
+    if not resume:
+        check_options(config)
     watcher = watcher or Watcher()
     keep_memory()
     fabric = start_fabric(config)
-    run = Run(config.out)
-    if not resume:
-        run.check_new()
-    training = Training(fabric, config, run, watcher if fabric.is_global_zero else Watcher())
-    fabric.barrier()
-    if fabric.is_global_zero and not resume:
-        run.create(config)
-    training.restore()
+    with all_in_one_boat(fabric, config):
+        run = Run(config.out)
+        claim = Claim(run.folder)
+        try:
+            problem = fabric.broadcast(claim.take(new=not resume) if fabric.is_global_zero else None)
+            if problem is not None:
+                raise UsageError(problem)
+            state = run.load_state() if resume else None
+            training = Training(fabric, config, run, watcher if fabric.is_global_zero else Watcher(), state, trust)
+            training.restore(data_changed_ok)
+            examined = examine_data(config, training.say) if fabric.is_global_zero and not resume else None
+            fabric.barrier()
+            if examined is not None:
+                run.create(config)
+                run.write_json("data.json", {"samples": examined.splits, "masks": examined.masks})
+            _finish(training, run, trust)
+        finally:
+            claim.release()
+    return run
+
+
+def _finish(training: Training, run: Run, trust: bool) -> None:
+    """From wherever a run is to its report."""
+    fabric = training.fabric
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
     else:
         training.calibrate()
+        if training.state is None:
+            training.save()
         training.fit()
     if fabric.is_global_zero and run.report is None:
-        write_report(run, training.splits, training.say, fabric.device)
-    return run
+        write_report(run, training.splits, training.say, fabric.device, trust=trust)

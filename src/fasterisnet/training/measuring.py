@@ -23,6 +23,7 @@ def validate(place: Place, step: LoggedStep, loader: Loader) -> Row:
     with torch.no_grad(), place.fabric.autocast():
         for i, batch in enumerate(loader.epoch(0)):
             place.seed(step.method, VALIDATION, 0, i)
+            place.draws(step.method, *loader.batches.shared(i))
             sums = sums + step(*place.moved(*batch))[1].cpu()
     total = place.added(sums)
     row = averages(total, "val", step.weight)

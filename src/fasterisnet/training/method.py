@@ -1,11 +1,16 @@
-"""The method of a run and how its images are prepared, from its options."""
+"""The method of a run, its data and how its images are prepared, from its options."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from fasterisnet import methods
+from fasterisnet.data.base import Source
 from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.sources import open_source
 from fasterisnet.methods import ISNet, Standard
 from fasterisnet.training.config import Config
 
@@ -42,7 +47,24 @@ def build_method(config: Config, preparation: Preparation) -> ISNet | Standard:
 
 def preparation_of(config: Config) -> Preparation:
     """How images become network input in this run."""
+    window = tuple(config.window) if isinstance(config.window, list) else config.window
     return Preparation(
         config.size, config.channels, tuple(config.mean), tuple(config.std), config.fit, config.equalise,  # pyright: ignore[reportArgumentType]
-        config.augmentation,  # pyright: ignore[reportArgumentType]
+        config.augmentation, window,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """What updates the weights; momentum is SGD's."""
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **common)
+    return torch.optim.SGD(model.parameters(), momentum=config.momentum, **common)
+
+
+def source_of(config: Config) -> Source:
+    """The data of a run, read as its options say."""
+    return open_source(
+        config.data, seed=config.seed, refine_boxes=config.refine_boxes or None, foreground=config.foreground or None,
+        window=config.window,
     )  # fmt: skip

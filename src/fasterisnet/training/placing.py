@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fasterisnet.data.preparing import random_stream
 from fasterisnet.losses import has_foreground
-from fasterisnet.methods import ISNet
+from fasterisnet.methods import ISNet, Stochastic
 from fasterisnet.methods.base import Method
 from fasterisnet.training.config import Config
 
 # What random numbers are drawn for; with the seed, the epoch and the step they decide everything.
-WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS = range(5)
+WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS, SAMPLING = range(6)
 
 
 class Place:
@@ -50,6 +50,13 @@ class Place:
         if self.share[1] > 1:
             for buffer in model.buffers():
                 torch.distributed.broadcast(buffer, 0)
+
+    def draws(self, method: Method, whole: int, among: int) -> None:
+        """Tells a method that draws which part of a batch it sees: that of this process, one of `among`."""
+        if isinstance(method, ISNet):
+            method.share = (self.share[0], among)
+        if isinstance(method, Stochastic):
+            method.batch = whole
 
     def seed(self, method: Method, *numbers: int) -> None:
         """The purpose and what else counts: PyTorch's own numbers differ between processes, the method's do not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples, Source, readable_part
+from fasterisnet.data.decoding import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
 from fasterisnet.lrp.explain import explain
-from fasterisnet.training.batches import Loader
+from fasterisnet.training.batches import PATIENCE, Loader
 from fasterisnet.training.run import Card, Run
-from fasterisnet.writing import write_text
+from fasterisnet.writing import file_name, write_text
 
 if TYPE_CHECKING:  # what trains needs Lightning, what reads a run does not
     from fasterisnet.training.splits import Splits
@@ -29,14 +31,16 @@ def metrics_of(
     card: Card,
     samples: Samples,
     *,
+    name: str = "",
     batch: int = 32,
     workers: int = 0,
+    timeout: float = PATIENCE,
     attention: bool = True,
     explained: int = 0,
     device: Any = None,
 ) -> dict[str, Any]:
     """All metrics of a network on one split; explained: about how many samples have maps measured (0: all)."""
-    batches = Loader(samples, card.prepare, batch, workers=workers).epoch(0)
+    batches = Loader(samples, card.prepare, batch, name=name, workers=workers, timeout=timeout).epoch(0)
     return evaluate(
         model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
         share=min(1.0, explained / len(samples)) if explained else 1.0, device=device,
@@ -62,14 +66,22 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
     for name, r in results.items():
         shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
-        lines.append(f"| {name} | {r['samples']} | {' | '.join(shown)} |")
+        lines.append(f"| {cell(name)} | {r['samples']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: Any = None) -> None:
+def cell(text: str) -> str:
+    """A name in a table of Markdown, on one line and in one cell."""
+    return readable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def write_report(
+    run: Run, splits: Splits, say: Callable[[str], None], device: Any = None, *, trust: bool = False
+) -> None:
     """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
     config = run.config
-    model, card = run.load_model(trust=True)
+    model, card = run.load_model(trust=trust)
+    check_classes(card, splits.source)
     model = model.to(device) if device is not None else model
     tests = {name: s for name, s in splits.source.splits.items() if name not in ("train", config.validation)}
     bad = list(splits.bad)
@@ -77,26 +89,45 @@ def write_report(run: Run, splits: Splits, say: Callable[[str], None], device: A
         for name, samples in tests.items():
             tests[name], problems = readable_part(samples, config.workers)
             bad += problems
+    unreadable = [name for name, samples in tests.items() if len(samples) == 0]
     results = {}
     for name, samples in tests.items():
+        if name in unreadable:
+            say(f"{name}: none of its images can be read, so there is no test.")
+            continue
         results[name] = metrics_of(
-            model, card, samples, batch=config.batch, workers=config.workers, explained=config.explained, device=device
-        )
+            model, card, samples, name=name, batch=config.batch, workers=config.workers, explained=config.explained,
+            timeout=config.loader_timeout, device=device,
+        )  # fmt: skip
         shown = (f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
         say(f"{name}: {', '.join(shown)}")
-        picture(run, model, card, samples, f"heatmaps-{name}.png", device)
+        picture(run, model, card, samples, f"heatmaps-{file_name(name)}.png", device)
     lines = [
         f"# {config.method}, {config.model}",
         "",
         f"Weights of epoch {card.epoch} of {config.epochs}; lowest validation loss: {_shown(card.validation_loss)}.",
+        *masks_line(run),
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
+        *[f"The split {cell(name)} has no image that can be read; it was not tested." for name in unreadable],
         "",
         table(results),
     ]
     write_text(run.path("report.md"), "\n".join(lines) + "\n")
     facts = {"epoch": card.epoch, "training_samples": splits.training_samples, "skipped_images": bad}
     run.write_json("report.json", {**facts, "tests": results})
+
+
+def masks_line(run: Run) -> list[str]:
+    """How many training images had a mask; nothing for Standard, which needs none, and for runs of older versions."""
+    try:
+        found = json.loads(run.path("data.json").read_text(encoding="utf-8"))
+        usable, images = int(found["masks"]["train"]), int(found["samples"]["train"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    share = f" {run.config.mask_share:.0%} of them were used." if run.config.mask_share < 1 else ""
+    line = f"Training images with a usable mask: {usable:,} of {images:,} ({usable / max(images, 1):.0%}).{share}"
+    return [line] if run.config.method != "standard" else []
 
 
 def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:

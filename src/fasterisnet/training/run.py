@@ -1,6 +1,7 @@
 """The run folder: what a training leaves on disk, and how it is read again without trusting it.
 
 config.yaml         every option of the run
+data.json           how many samples each split had when the run began, and how many of them a usable mask
 calibration.json    C1 and C2
 metrics.csv         one row an epoch
 best.safetensors    the weights of the best epoch, a plain state_dict; best.json says what they are of
@@ -11,23 +12,30 @@ report.md, .json    the tests, after the last epoch
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from fasterisnet.data.preparing import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.models import build_model
+from fasterisnet.reading import read_json
 from fasterisnet.training.config import Config
-from fasterisnet.writing import replacing, write_text
+from fasterisnet.training.digest import digest
+from fasterisnet.training.fingerprint import absolute
+from fasterisnet.training.method import preparation_of
+from fasterisnet.writing import write_bytes, write_text
 
+LARGEST = 2**14  # pixels on a side that a card may ask for
 Row = dict[str, float | int]
 
 
@@ -54,6 +62,46 @@ class Card:
         """For zB, if the network was trained with it."""
         return self.prepare.box if self.zb else None
 
+    @classmethod
+    def read(cls, text: str) -> Card:
+        """A card as `save_weights` wrote it; anything else is a ValueError."""
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError("its card is nested too deeply") from None
+        known = {field.name for field in fields(cls)}
+        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        if not isinstance(values, dict) or not needed <= values.keys() <= known:
+            raise ValueError(f"its card has to hold {', '.join(sorted(needed))}")
+        card = cls(**values)
+        wrong = [name for name, right in card._checks().items() if not right]
+        if wrong:
+            raise ValueError(f"'{wrong[0]}' of its card is {repr(values[wrong[0]])[:60]}")
+        return card
+
+    def _checks(self) -> dict[str, bool]:
+        loss = self.validation_loss
+        return {
+            "model": isinstance(self.model, str),
+            "classes": isinstance(self.classes, list) and all(isinstance(c, str) for c in self.classes)
+            and 0 < len(set(self.classes)) == len(self.classes),
+            "multi_label": isinstance(self.multi_label, bool),
+            "preparation": isinstance(self.preparation, dict) and self._is_prepared(),
+            "method": isinstance(self.method, str),
+            "zb": isinstance(self.zb, bool),
+            "epoch": type(self.epoch) is int and self.epoch >= 0,
+            "validation_loss": loss is None or (type(loss) in (int, float) and math.isfinite(loss)),
+        }  # fmt: skip
+
+    def _is_prepared(self) -> bool:
+        try:
+            found = self.prepare
+        except (InputError, TypeError, ValueError):
+            return False
+        whole = type(found.size) is int and type(found.channels) is int and found.size <= LARGEST
+        numbers = all(type(v) in (int, float) and math.isfinite(v) for v in (*found.mean, *found.std))
+        return whole and numbers and isinstance(found.equalise, bool)
+
 
 class Run:
     """A run folder."""
@@ -73,16 +121,9 @@ class Run:
             raise UsageError(f"{self.folder} is not a run folder: it has no config.yaml.")
         return Config.read(path, {})
 
-    def check_new(self) -> None:
-        """A folder that holds a run is left alone."""
-        if self.path("config.yaml").exists():
-            raise UsageError(
-                f"{self.folder} holds a run: go on with `--resume {self.folder}`, remove it, or choose another --out."
-            )
-
     def create(self, config: Config) -> None:
         """Begin a run."""
-        write_text(self.path("config.yaml"), config.write())
+        write_text(self.path("config.yaml"), replace(config, data=absolute(config.data)).write())
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -90,9 +131,24 @@ class Run:
         """Weights as safetensors, with their card inside and, for people, beside them."""
         described = json.dumps(asdict(card), indent=2)
         copies = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
-        with replacing(self.path(f"{name}.safetensors")) as temporary:
-            save_file(copies, temporary, {"card": described})
-        write_text(self.path(f"{name}.json"), described)
+        content = save(copies, {"card": described})
+        beside = {**asdict(card), **self._checksums(name, hashlib.sha256(content).hexdigest())}
+        write_text(self.path(f"{name}.json"), json.dumps(beside, indent=2))
+        write_bytes(self.path(f"{name}.safetensors"), content)
+
+    def _checksums(self, name: str, new: str) -> dict[str, str]:
+        """Of the weights that are about to be written and of those before them: a kill may leave either."""
+        known = self._beside(name)
+        before = known.get("sha256_before" if known.get("sha256") == new else "sha256")
+        return {"sha256": new} | ({"sha256_before": before} if isinstance(before, str) else {})
+
+    def _beside(self, name: str) -> dict[str, Any]:
+        """What stands beside the weights; nothing if it cannot be read, as in runs that were copied in parts."""
+        try:
+            found = read_json(self.path(f"{name}.json"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def load_weights(self, name: str = "best") -> tuple[dict[str, Tensor], Card]:
         """Weights and their card."""
@@ -100,45 +156,66 @@ class Run:
         if not path.is_file():
             raise UsageError(f"{self.folder} has no {path.name}; has an epoch been finished? `train --resume` goes on.")
         try:
+            self._check_bytes(name)
             with safe_open(path, "pt") as file:
-                card = Card(**json.loads((file.metadata() or {})["card"]))
+                card = Card.read((file.metadata() or {})["card"])
                 return {key: file.get_tensor(key) for key in file.keys()}, card  # noqa: SIM118
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"{path} is damaged or was not written by this program ({error}); restore a copy, or train again."
             ) from error
 
+    def _check_bytes(self, name: str) -> None:
+        """Weights with a checksum beside them have to have it."""
+        known = self._beside(name)
+        if "sha256" in known:
+            with self.path(f"{name}.safetensors").open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found not in (known["sha256"], known.get("sha256_before")):
+                raise ValueError(f"its bytes have changed since it was written: {name}.json has another checksum")
+
     def load_model(self, name: str = "best", *, trust: bool = False) -> tuple[nn.Module, Card]:
-        """The trained network, a plain module in eval mode, and its card."""
+        """The trained network, a plain module in eval mode, and its card. trust: the user's word, for code it names."""
         state, card = self.load_weights(name)
-        self.check_trust(card.model, trust)
-        model = build_model(card.model, len(card.classes), channels=card.prepare.channels)
+        self._check_card(card, name)
+        model = build_model(card.model, len(card.classes), channels=card.prepare.channels, trust=trust)
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
             raise InputError(f"{self.path(name)}.safetensors does not fit the model '{card.model}': {error}") from error
         return model.eval(), card
 
-    def check_trust(self, model: str, trust: bool) -> None:
-        """A run that names code to import is followed only by those who said so."""
-        if names_code(model) and not trust:
-            raise UsageError(
-                f"{self.folder} names its model as '{model}', code that would be imported and called; "
-                "if the run is yours, say --trust."
-            )
+    def _check_card(self, card: Card, name: str) -> None:
+        """Weights say themselves what they are of; in a run folder that has to be what the run trains."""
+        if not self.path("config.yaml").exists():
+            return
+        config = self.config
+        wanted = {
+            "model": config.model, "method": config.method, "zb": config.zb, "preparation": preparation_of(config),
+        }  # fmt: skip
+        found = {"model": card.model, "method": card.method, "zb": card.zb, "preparation": card.prepare}
+        for key, value in wanted.items():
+            if found[key] != value:
+                raise InputError(
+                    f"{self.path(name)}.safetensors says that its {key} is {found[key]}, config.yaml says {value}: "
+                    "they are not of one run, and it is not used."
+                )
 
     # --- training state --------------------------------------------------------------------------------------------
 
     def save_state(self, state: dict[str, Any]) -> None:
         """Everything needed to go on."""
-        with replacing(self.path("state.pt")) as temporary:
-            torch.save(state, temporary)
+        buffer = io.BytesIO()
+        torch.save({**state, "checksum": digest(state)}, buffer)
+        write_bytes(self.path("state.pt"), buffer.getbuffer())
 
     def load_state(self) -> dict[str, Any] | None:
         """What `save_state` wrote, None if nothing was saved yet. Files that could run code are refused."""
         path = self.path("state.pt")
         if not path.exists():
             return None
+        if not path.is_file():
+            raise InputError(f"{path} is not a file; restore it from a copy, or train again.")
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds for damaged and for refused files
@@ -149,8 +226,12 @@ class Run:
             raise InputError(
                 f"{path} is damaged or cut off ({type(error).__name__}); restore it from a copy, or train again."
             ) from error
-        if not isinstance(state, dict) or "progress" not in state:
+        if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
             raise InputError(f"{path} is not the state of a training run.")
+        checksum = state.pop("checksum", None)
+        if checksum is not None and checksum != digest(state):
+            raise InputError(f"{path} is damaged: its checksum is wrong; restore it from a copy, or train again.")
+        state["checked"] = checksum is not None
         return state
 
     # --- tables ----------------------------------------------------------------------------------------------------
@@ -169,7 +250,7 @@ class Run:
     def report(self) -> dict[str, Any] | None:
         """The tests, None if they are still to be made or lack something that a report has today."""
         try:
-            content = json.loads(self.path("report.json").read_text(encoding="utf-8"))
+            content = read_json(self.path("report.json"))
             return content if content.keys() >= {"epoch", "training_samples", "tests"} else None
         except (OSError, ValueError, AttributeError):
             return None
@@ -177,8 +258,3 @@ class Run:
     def write_json(self, name: str, content: Any) -> None:
         """A JSON file."""
         write_text(self.path(name), json.dumps(content, indent=2) + "\n")
-
-
-def names_code(model: str) -> bool:
-    """Whether a model is named as `package.module:function`."""
-    return ":" in model and not model.startswith(("torchvision:", "timm:"))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fasterisnet.methods import ISNet, Step
 from fasterisnet.methods.base import Masks
+from fasterisnet.methods.calibrate import zero_loss
 from fasterisnet.training.run import Row
 
 PARTS = ("classification", "background", "foreground")
@@ -27,8 +28,10 @@ class LoggedStep(Step):
         """The loss, and the numbers called SUMS.
 
         shares: of the samples and of the masked samples that this process has, in units of an equal share. With them
-        the mean over the processes is the loss of the whole batch, whoever got more masks.
+        the mean over the processes is the loss of the whole batch, whoever got more of it or of its masks.
         """
+        if len(images) == 0:
+            return zero_loss(self.model), torch.zeros(len(SUMS), dtype=torch.float64)
         parts = super().forward(images, labels, masks)
         masked = 0 if parts.skipped else parts.samples - parts.without_mask
         maps = torch.stack([parts.background, parts.foreground, parts.heatmap]).detach().cpu().double()

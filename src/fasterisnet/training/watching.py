@@ -11,6 +11,7 @@ from lightning.fabric.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fasterisnet.data.decoding import readable
 from fasterisnet.training.run import Row
 
 
@@ -44,8 +45,8 @@ class Terminal(Watcher):
         self.bar.stop()
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
-        self.console.print(text, markup=False)
+        """A line above the bar; names come from files, so nothing in it moves the cursor."""
+        self.console.print("\n".join(map(readable, text.split("\n"))), markup=False)
 
     def step(self, epoch: int, batch: int, batches: int, averages: Row) -> None:
         """Moves the bar."""

@@ -1,0 +1,103 @@
+"""Processes that load images: where they come from, and what is said when one hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fasterisnet.data.base import Reading, Subset
+from fasterisnet.data.drawn import drawn_source
+from fasterisnet.data.preparing import Preparation
+from fasterisnet.training import loop
+from fasterisnet.training.batches import Loader, LoadingError
+from fasterisnet.training.config import Config
+from fasterisnet.training.run import Run
+
+PREPARATION = Preparation(16)
+
+
+class Trouble(Subset):
+    """Samples of which one does not come: its reader sleeps, or dies."""
+
+    def __init__(self, what: str, folder: Path) -> None:
+        samples = drawn_source(per_class=4, size=16).split("train")
+        super().__init__(samples, range(len(samples)))
+        self.what, self.once = what, folder / "once"
+
+    def read(self, index: int) -> Reading:
+        if index == 7 and not self.once.exists():
+            self.once.touch()
+            if self.what == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+        return super().read(index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "message"), [("sleeps", "sent no batch for 5 s"), ("dies", "died")])
+def test_the_worker_is_named(what: str, message: str, tmp_path: Path) -> None:
+    loader = Loader(
+        Trouble(what, tmp_path),
+        PREPARATION,
+        3,
+        name="odd",
+        workers=2,
+        timeout=5 if what == "sleeps" else 600,
+        share=(1, 2),
+    )
+    with pytest.raises(
+        LoadingError, match=rf"split 'odd' failed in process 1 of 2: worker \d \(process \d+\) {message}"
+    ):
+        list(loader.epoch(0))
+
+
+@pytest.mark.slow
+def test_workers_stay_and_come_from_a_server(tmp_path: Path) -> None:
+    """None is forked from this process, which may have threads and their locks; all are there in the next epoch."""
+    samples = drawn_source(per_class=4, size=16).split("val")
+    loader = Loader(samples, PREPARATION, 3, workers=2)
+    first = [batch[0] for batch in loader.epoch(0)]
+    workers = loader._loader._iterator._workers  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    pids = [worker.pid for worker in workers]
+    parents = {int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in pids}
+    assert os.getpid() not in parents
+    second = [batch[0] for batch in loader.epoch(1)]
+    assert [worker.pid for worker in workers] == pids and all(worker.is_alive() for worker in workers)
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+def test_a_time_out_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is saved where it happened, in the middle of an epoch; resumed, the run ends with the same bytes."""
+
+    def config(name: str) -> Config:
+        return Config(
+            data="drawn?per_class=4&size=16", method="standard", model="small", size=16, epochs=2, batch=3, workers=1,
+            accelerator="cpu", tensorboard=False, loader_timeout=2.0, out=str(tmp_path / name),
+        )  # fmt: skip
+
+    loop.train(config("whole"))
+    epoch, trouble = Loader.epoch, True
+
+    def troubled(loader: Loader, number: int, start: int = 0) -> Iterator[Any]:
+        for i, batch in enumerate(epoch(loader, number, start)):
+            if trouble and loader.name == "train" and number == 1 and i == 2:
+                raise LoadingError("Loading the split 'train' failed")
+            yield batch
+
+    monkeypatch.setattr(Loader, "epoch", troubled)
+    with pytest.raises(LoadingError):
+        loop.train(config("cut"))
+    state = Run(tmp_path / "cut").load_state()
+    assert state is not None and (state["progress"]["epoch"], state["progress"]["batch"]) == (1, 2)
+    trouble = False
+    loop.train(config("cut"), resume=True)
+    for name in ("best.safetensors", "metrics.csv", "report.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
