@@ -190,15 +190,15 @@ def norm_derivative(trial: Trial, G: Tensor) -> Tensor | None:
         scaled = (G if weight is None else G * weight) * (x.var(dims, correction=0, keepdim=True) + eps).rsqrt()
         return scaled - scaled.mean(dims, keepdim=True)
     groups = trial.arguments[0] if trial.name == "nn.functional.group_norm" else x.shape[1]
-    weight = trial.kwargs.get("weight")
+    weight, eps = trial.kwargs.get("weight"), trial.kwargs.get("eps", 1e-5)
     if trial.name == "native_group_norm":
-        weight, groups = trial.arguments[0], trial.arguments[5]
+        weight, groups, eps = trial.arguments[0], trial.arguments[5], trial.arguments[6]
     if trial.name in CENTRING:
         if trial.kwargs.get("running_mean") is not None and not trial.kwargs.get("use_input_stats", True):
             return None
         scaled = G if weight is None else G * weight.view(1, -1, *[1] * (x.ndim - 2))
         g, scaled = x.reshape(len(x), groups, -1), scaled.reshape(len(x), groups, -1)
-        scaled = scaled * (g.var(-1, correction=0, keepdim=True) + trial.kwargs.get("eps", 1e-5)).rsqrt()
+        scaled = scaled * (g.var(-1, correction=0, keepdim=True) + eps).rsqrt()
         return (scaled - scaled.mean(-1, keepdim=True)).view(x.shape)
     return batch_norm_derivative(x, y, G)
 

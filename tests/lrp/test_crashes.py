@@ -240,7 +240,7 @@ def under_no_grad(m: Any, x: Tensor) -> Tensor:
         return m.fc.weight.mean() * x.flatten(1)
 
 
-@pytest.mark.parametrize("rule", [*RULES, "gradient"])
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gradient"])
 @pytest.mark.parametrize("name", UNREACHED)
 def test_a_score_that_does_not_depend_on_the_images(name: str, rule: str) -> None:
     (net,) = twins([UNREACHED[name]], fc=nn.Linear(48, 3))

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from fasterisnet import explain
 from fasterisnet.lrp import rules
-from fasterisnet.lrp.trace import Trace
 from fasterisnet.lrp.explain import relevance_maps
 from fasterisnet.lrp.targets import (
     AllLogits,
@@ -24,6 +23,7 @@ from fasterisnet.lrp.targets import (
     Lowest,
     Probability,
 )
+from fasterisnet.lrp.trace import Trace
 from lrp.cases import (
     ACTIVATIONS,
     IN_PLACE,

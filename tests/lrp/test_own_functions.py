@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fasterisnet as fi
 from fasterisnet.errors import RuleError, RuleWarning
 from lrp.helpers import (
-    RULES,
+    TWO_RULES,
     assert_alike,
     assert_close,
     explained,
@@ -99,7 +99,7 @@ FUNCTIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("rule", [*RULES])
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_own_functions_are_loud(name: str, rule: str) -> None:
     (net,) = twins([FUNCTIONS[name]], hidden=nn.Linear(5, 6), fc=nn.Linear(6, 3))

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 
-from fasterisnet.methods import Dual, Original, Standard
 from fasterisnet.lrp import small_maps
 from fasterisnet.lrp.small_maps import WORTHWHILE, SmallMaps, small
+from fasterisnet.methods import Dual, Original, Standard
 
 DIMENSIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

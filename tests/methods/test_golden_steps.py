@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 import fasterisnet as fi
 from fasterisnet.losses import heatmap_loss
-from fasterisnet.methods import ISNet
 from fasterisnet.lrp.targets import AllLogits, Eta, Joint, Logit, Target
+from fasterisnet.methods import ISNet
 
 STEP = dict(np.load(Path(__file__).parents[1] / "golden" / "train_step.npz"))
 IMAGES, MASKS, LABELS, EXPLAINED = (torch.tensor(STEP[name]) for name in ("x", "mask", "target", "explained"))

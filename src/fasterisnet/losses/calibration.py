@@ -73,7 +73,10 @@ class RunningMoments:
 
 
 def range_from_moments(moments: RunningMoments, depth: str = "input") -> tuple[Tensor, Tensor]:
-    """`C1 = max(M/5, M-3S)`, `C2 = min(25*C1, M+3S)`; relevance that vanished or exploded is an error."""
+    """`C1 = max(M/5, M-3S)`, `C2 = min(25*C1, M+3S)` (paper: c1, c2).
+
+    Relevance that vanished or exploded is an error.
+    """
     mean, deviation = moments.mean, moments.deviation
     c1 = torch.maximum(mean / 5, mean - 3 * deviation)
     c2 = torch.minimum(25 * c1, mean + 3 * deviation)

@@ -27,7 +27,7 @@ def full_precision(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Co
 
 @full_precision
 def gwrp(values: Tensor, decay: float, start_dim: int = -1, *, size: int | None = None) -> Tensor:
-    """Pool all dimensions from `start_dim` on: `sum_i d^i v_(i) / sum_i d^i` with `v_(0) >= v_(1) >= ...`.
+    """GWRP: pools all dimensions from `start_dim` on: `sum_i d^i v_(i) / sum_i d^i` with `v_(0) >= v_(1) >= ...`.
 
     `decay` d = 1 is the mean, d = 0 the maximum. Ranks whose weight is below float precision are not sorted, which
     changes the result by less than one rounding of the largest value. `size`: how many values there are in all, if

@@ -42,7 +42,10 @@ def background_loss(heatmaps: Tensor, masks: Tensor, decay: float = 0.9, e: floa
 
 @full_precision
 def foreground_loss(heatmaps: Tensor, masks: Tensor, c1: Bound, c2: Bound, foreground: Foreground = "hybrid") -> Tensor:
-    """L2 per (sample, map): zero while the foreground relevance lies in [C1, C2]; both may differ between maps."""
+    """L2 per (sample, map), f(s) of the paper (newLoss): zero while the foreground relevance lies in [C1, C2].
+
+    C1 and C2 may differ between maps.
+    """
     return _foreground(_foreground_relevance(heatmaps.abs(), _aligned(masks, heatmaps)), c1, c2, foreground)
 
 
@@ -60,7 +63,7 @@ def heatmap_loss(
     foreground: Foreground = "hybrid",
     include: Tensor | None = None,
 ) -> HeatmapLossParts:
-    """`L = w1*L1 + w2*L2` of the samples chosen by `include` (see `has_foreground`), 0 if it chooses none."""
+    """`L = w1*L1 + w2*L2` (paper: HLoss) of the samples chosen by `include`, see `has_foreground`; 0 of none."""
     mask = _aligned(masks, heatmaps)
     if include is not None:
         if include.dtype != torch.bool or include.shape != heatmaps.shape[:1]:

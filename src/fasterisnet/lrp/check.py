@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import RuleWarning
 from fasterisnet.lrp import rules
-from fasterisnet.lrp.trace import Trace
 from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
-from fasterisnet.lrp.walk import Met
 from fasterisnet.lrp.targets import Classes, Target, resolve
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.lrp.walk import Met
 
 EXPLOSION = 1e4
 SECOND_ORDER_TOLERANCE = 1e-4

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.lrp import rules
-from fasterisnet.lrp.trace import Rules, Trace
 from fasterisnet.lrp.targets import AllLogits, Classes, Target, resolve
+from fasterisnet.lrp.trace import Rules, Trace
 
 
 @overload
@@ -26,8 +26,8 @@ def explain(
 @overload
 def explain(
     model: nn.Module, images: Tensor, target: Target | Classes | None = None, *, rule: Rules = ...,
-    epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: Sequence[str | nn.Module], create_graph: bool = ...,
-    strict: bool = ...,
+    epsilon: float = ..., box: tuple[Any, Any] | None = ..., layers: Sequence[str | nn.Module],
+    create_graph: bool = ..., strict: bool = ...,
 ) -> dict[str, Tensor]: ...  # fmt: skip
 
 

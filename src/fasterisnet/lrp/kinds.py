@@ -56,7 +56,8 @@ POOLING = frozenset(
     """
     Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D
-    UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D UpsampleBilinear2DAa Cumsum IndexAdd ScatterAdd Nansum
+    UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D UpsampleBilinear2DAa
+    Cumsum IndexAdd ScatterAdd Nansum
     Col2Im GridSampler2D GridSampler3D Lerp
     """.split()
 )
@@ -104,7 +105,7 @@ def kind(node: Node) -> str:
     """What a node computes; Python Functions of others get a name that no list holds."""
     if isinstance(node, BackwardCFunction):
         function = getattr(node, "_forward_cls", None)
-        return _FUNCTIONS.get(function, f"Function {getattr(function, '__name__', '?')}")  # type: ignore[arg-type]
+        return _FUNCTIONS.get(function, f"Function {getattr(function, '__name__', '?')}")
     return _bare(node.name())
 
 

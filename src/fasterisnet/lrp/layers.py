@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -246,7 +246,7 @@ def biased(node: Node, active: Active) -> Unit | None:
     return Unit(found, found.weight, through(path, bias.expand(size).contiguous()) if path else bias, path)
 
 
-def through(path: list[Node], t: Tensor) -> Tensor:
+def through(path: Sequence[Node], t: Tensor) -> Tensor:
     """What rearranging nodes make of something that arrives at the first of them."""
     for node in path:
         moved = node(t)

@@ -38,9 +38,11 @@ FUNCTIONS: dict[str, Callable[[Node, Tensor], Tensor]] = {
     "Elu": lambda n, x: torch.ops.aten.elu(x, n._saved_alpha, n._saved_scale, n._saved_input_scale),
     "Celu": lambda n, x: F.celu(x, n._saved_alpha),
     "PreluKernel": lambda n, x: torch.where(x > 0, x, n._saved_weight * x),
-    "RreluWithNoise": lambda n, x: x * torch.where(x > 0, torch.ones_like(x), n._saved_noise)
-    if n._saved_training
-    else F.leaky_relu(x, (n._saved_lower + n._saved_upper) / 2),
+    "RreluWithNoise": lambda n, x: (
+        x * torch.where(x > 0, torch.ones_like(x), n._saved_noise)
+        if n._saved_training
+        else F.leaky_relu(x, (n._saved_lower + n._saved_upper) / 2)
+    ),
     "Tanh": lambda n, x: x.tanh(),
     "Sigmoid": lambda n, x: x.sigmoid(),
     "Hardsigmoid": lambda n, x: F.hardtanh(x + 3, 0.0, 6.0) / 6,  # torch cannot differentiate its own twice
@@ -140,8 +142,8 @@ def _masked(node: Node, x: Tensor, active: Active) -> Activation | None:
     with torch.no_grad():
         kept = node(torch.ones(tuple(node._input_metadata[0].shape), dtype=x.dtype, device=x.device))
         kept = kept if isinstance(kept, Tensor) else kept[at]
-        alone = kept is not None and kept.shape == x.shape and sum(active(node)) == 1
-        rectifies = alone and torch.equal(x * kept, x.clamp(min=0))
+        alone = isinstance(kept, Tensor) and kept.shape == x.shape and sum(active(node)) == 1
+        rectifies = alone and torch.equal(torch.mul(x, kept), x.clamp(min=0))
     if rectifies:
         return Activation(x, x.clamp(min=0), edge, True)
     found = note(node)
@@ -204,7 +206,12 @@ def _steps(edge: Edge, x: Edge, limit: int = 12) -> frozenset[str] | None:
 def _tanhshrink(node: Node) -> Activation | None:
     """`x - tanh(x)`."""
     first, second = edges(node)[0], edges(node)[-1]
-    if second[0] is None or kind(second[0]) != "Tanh" or edges(second[0])[0] != first or getattr(node, "_saved_alpha", 1) != 1:
+    if (
+        second[0] is None
+        or kind(second[0]) != "Tanh"
+        or edges(second[0])[0] != first
+        or getattr(node, "_saved_alpha", 1) != 1
+    ):
         return None
     x = operand(second[0], 0)
     return Activation(x, x - x.tanh(), first)
@@ -252,7 +259,7 @@ def is_constant(edge: Edge, active: Active) -> bool:
         size, _, _, whole, _ = found.view
         return math.prod(size) == math.prod(whole) or shape(_above(edge, node, active)) == tuple(size)
     low, high = _range(edge, active)
-    clamped = kind(node) in ("Clamp", "Hardtanh", "ClampMax", "ClampMin", *BOUNDS) and 0 <= low and high <= 1
+    clamped = kind(node) in ("Clamp", "Hardtanh", "ClampMax", "ClampMin", *BOUNDS) and low >= 0 and high <= 1
     if clamped or (math.isclose(low, 0, abs_tol=1e-6) and math.isclose(high, 1, abs_tol=1e-6)):
         return True
     while kind(node) in ("Mul", "Div", "Add", "Clamp", "ClampMin") and sum(active(node)) == 1:

@@ -35,9 +35,9 @@ STILL_A_MASK = frozenset("_to_copy bitwise_not logical_not clone rsub alias deta
 class Note:
     """Operands of one operation in their order.
 
-    selected: the tensor whose own signs said where it is set to zero. masks: where masks came from. result: of an operation that no rule knows. For
-    one in place through a view: `replay`, the same out of place (None if it only moves numbers), and `view`, where the
-    view lies in its base.
+    selected: the tensor whose own signs said where it is set to zero. masks: what its masks were made of. result: of an
+    operation that no rule knows. For one in place through a view: `replay`, the same out of place (None if it only
+    moves numbers), and `view`, where the view lies in its base.
     """
 
     operands: list[Any] = field(default_factory=list)
@@ -136,7 +136,9 @@ class Recorder(TorchDispatchMode):
             self._keep(node, found)
 
     def _wanted(self, what: str, args: tuple[Any, ...]) -> bool:
-        if what in RESULT_ONLY or (self.values and (what in READ_BY_ZPLUS or GROUPS.get(what, "bilinear") == "bilinear")):
+        if what in RESULT_ONLY or (
+            self.values and (what in READ_BY_ZPLUS or GROUPS.get(what, "bilinear") == "bilinear")
+        ):
             return True
         # A constant that is added costs nothing to remember, and tells what range a gate lives in.
         return what in SUMS and any(not isinstance(a, Tensor) or (a.numel() == 1 and not a.requires_grad) for a in args)

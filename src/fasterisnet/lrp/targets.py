@@ -113,7 +113,7 @@ class Probability(_OfClasses):
 
 @dataclass(frozen=True, eq=False)
 class Eta(_OfClasses):
-    """`eta_c = ln(P_c + mu) - ln(1 - P_c + mu)`: the log odds of a class, bounded by mu."""
+    """`eta_c = ln(P_c + mu) - ln(1 - P_c + mu)`: the log odds of a class, bounded by mu (paper: nFrac, boundEta)."""
 
     classes: Classes
     mu: float = 0.01

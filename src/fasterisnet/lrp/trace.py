@@ -34,6 +34,8 @@ def relevance(
 ) -> Any:
     """Relevance of `inputs` for a score, from a forward pass that has already happened: LRP's `torch.autograd.grad`.
 
+    Every map is `R = x * G` (paper: RG, R0).
+
     Args:
         score: what is explained, one number a sample; several are added up.
         inputs: the images, or any tensors on the way from them to the score. They must have required a gradient
@@ -71,7 +73,9 @@ def relevance(
     found = walk.run(edge_of(score), torch.ones_like(score))
     for end, t in zip(ends, values, strict=True):
         if end not in found:
-            raise InputError(f"The score does not depend on the input of shape {tuple(t.shape)} in a differentiable way.")
+            raise InputError(
+                f"The score does not depend on the input of shape {tuple(t.shape)} in a differentiable way."
+            )
     with torch.set_grad_enabled(create_graph):
         maps = tuple(_map(found.get(end, {}), t) for end, t in zip(ends, values, strict=True))
     return maps if several else maps[0]
@@ -128,7 +132,9 @@ class Trace:
         self._spans: list[tuple[int, int, str]] = []
         values = any(not isinstance(t, RuleTable) or t.needs_values for t in tables)
         if values and any(type(module).__name__ == "RecursiveScriptModule" for module in self.names):
-            self.log.warn("torch.jit.script", "", "optimises its operations out of sight; explain the model it was made of.")
+            self.log.announce(
+                "torch.jit.script", "", "optimises its operations out of sight; explain the model it was made of."
+            )
         self.recorder = Recorder(values or box is not None)
         self.logits = self._run()
 
@@ -142,7 +148,11 @@ class Trace:
                 raise InputError(f"layers holds {name!r}; it has to be a list of module names.")
             if name not in known:
                 close = [m for m in known if m.endswith(name.split(".")[-1])][:3]
-                hint = f" Did you mean {' or '.join(sorted(close))}?" if close else " model.named_modules() lists the names."
+                hint = (
+                    f" Did you mean {' or '.join(sorted(close))}?"
+                    if close
+                    else " model.named_modules() lists the names."
+                )
                 raise InputError(f"layers names '{name}', which is not a module of the model.{hint}")
         return found
 
@@ -227,7 +237,9 @@ class Trace:
             base, ends, log=self.log, place=self.module_name, table_at=at, box=bounds, create_graph=create_graph,
             keep_root=self.root_is_users,
         )  # fmt: skip
-        with torch.enable_grad():  # what makes a score of the logits is no part of the network: its derivative is its rule
+        with (
+            torch.enable_grad()
+        ):  # what makes a score of the logits is no part of the network: its derivative is its rule
             (G,) = torch.autograd.grad(score.sum(), self.logits, create_graph=create_graph, retain_graph=True)
         found = walk.run(edge_of(self.logits), G)
         values = [self.root if self.root_is_users else self.root.detach(), *[self.captures[n].value for n in names]]

@@ -33,8 +33,8 @@ Flow = dict[str, dict[int, Tensor]]
 # What may lie there: every number of the result is affine in one of the images'.
 AFFINE = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg"})
 UNWALKABLE = {
-    "Function CheckpointFunction": "The model uses gradient checkpointing of the reentrant kind, which hides its operations. "
-    "Use checkpoint(..., use_reentrant=False), or switch it off (timm: set_grad_checkpointing(False)).",
+    "Function CheckpointFunction": "The model uses gradient checkpointing of the reentrant kind, which hides its "
+    "operations. Use checkpoint(..., use_reentrant=False), or switch it off (timm: set_grad_checkpointing(False)).",
     "Function CompiledFunction": "The forward pass was compiled, which hides its operations: run the model without "
     "torch.compile, or use fasterisnet.explain.",
 }
@@ -72,7 +72,7 @@ class Log:
             self.met[name, treatment] = Met(name, treatment, module=place())
         self.met[name, treatment].count += 1
 
-    def warn(self, name: str, module: str, why: str) -> None:
+    def announce(self, name: str, module: str, why: str) -> None:
         """Once for each operation and module; an error if strict."""
         message = (
             f"Operation '{name}' in module '{module or '(the model itself)'}' {why} "
@@ -179,7 +179,9 @@ class Walk:
     def beside(self, at: Step, ends: Sequence[Edge]) -> Walk:
         """A walk through something that was run again in place of a node."""
         place = self.place(at.node)
-        return Walk(at.table, ends, log=self.log, place=lambda _: place, create_graph=self.create_graph, behind=self.behind)
+        return Walk(
+            at.table, ends, log=self.log, place=lambda _: place, create_graph=self.create_graph, behind=self.behind
+        )
 
     def wants(self, *asked: Edge) -> bool:
         """Whether the relevance at one of these edges was asked for."""
@@ -189,7 +191,9 @@ class Walk:
 
     def _is_affine(self, node: Node) -> bool:
         what, below = kind(node), [n for (n, _), on in zip(edges(node), self.active(node), strict=True) if on]
-        one = len(below) == 1 and (what in MOVING or what in AFFINE) and not (what == "Div" and not self.active(node)[0])
+        one = (
+            len(below) == 1 and (what in MOVING or what in AFFINE) and not (what == "Div" and not self.active(node)[0])
+        )
         joined = what in ("Cat", "Stack", "CopySlices") and len(below) > 0
         return node is self.root[0] or ((one or joined) and all(n in self.affine for n in below))
 
@@ -220,8 +224,8 @@ class Walk:
         readers = [n for n in readers if kind(n) not in MOVING and GROUPS.get(kind(n)) != "linear"] or readers or [node]
         return (
             "zB (box=...) needs a linear or convolution layer that takes the network input; here the input goes into "
-            f"'{spoken(kind(readers[0]))}' in module '{self.place(readers[0]) or '(the model itself)'}'. Pass box=None, "
-            "or do that step before the model."
+            f"'{spoken(kind(readers[0]))}' in module '{self.place(readers[0]) or '(the model itself)'}'. "
+            "Pass box=None, or do that step before the model."
         )
 
 
@@ -270,7 +274,7 @@ class Step:
         return y() * G if R is None else R + y() * G
 
     def over(self, z: Tensor, y: Callable[[], Tensor] | None, path: Sequence[Node] = ()) -> Tensor:
-        """`s = R_y/(z + eps)`. What comes from the score itself starts here, with `R = z * G`."""
+        """`s = R_y/(z + eps)`. What comes from the score itself starts here, with `R = z * G` (paper: LRP-z+_begin)."""
         total = None
         for form, by in self.flow.items():
             t = through(path, by[0] * y() if form == "G" and y is not None else by[0])
@@ -315,7 +319,9 @@ class Step:
             try:
                 result = self.node(*args)
             except NotImplementedError as error:
-                raise RuleError(f"'{spoken(self.kind)}' has no derivative that relevance could be sent through.") from error
+                raise RuleError(
+                    f"'{spoken(self.kind)}' has no derivative that relevance could be sent through."
+                ) from error
         return result if isinstance(result, tuple) else (result,)
 
     def forward(self, xs: Sequence[Tensor | None]) -> Tensor:
@@ -359,7 +365,7 @@ class Step:
                     self.send(position, form, t if x is None or x.shape != t.shape else t * x)
 
     def warn(self, why: str = "has no relevance rule: its ordinary derivative was used.") -> None:
-        self.walk.log.warn(spoken(self.kind), self.walk.place(self.node), why)
+        self.walk.log.announce(spoken(self.kind), self.walk.place(self.node), why)
 
     def treated(self, how: str) -> None:
         """For the record."""

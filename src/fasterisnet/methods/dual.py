@@ -6,12 +6,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fasterisnet.methods.isnet import ISNet
 from fasterisnet.lrp.targets import Joint, Target
+from fasterisnet.methods.isnet import ISNet
 
 
 class Dual(ISNet):
-    """Two joint maps over one forward pass, z+ and epsilon: cost independent of the number of classes."""
+    """Two joint maps over one forward pass, z+ and epsilon: cost independent of the number of classes.
+
+    Paper: DualISNet.
+    """
 
     default_weight: ClassVar[float] = 0.95
     rules_used: ClassVar[tuple[str, ...]] = ("zplus", "epsilon")

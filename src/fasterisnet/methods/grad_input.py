@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fasterisnet.lrp.targets import Probability, Target
 from fasterisnet.methods.isnet import ISNet
 from fasterisnet.methods.original import Original
-from fasterisnet.lrp.targets import Probability, Target
 
 
 class GradInput(Original):
-    """Ablation: Gradient*Input of every logit instead of LRP."""
+    """Ablation: Gradient*Input of every logit instead of LRP (paper: Gradient ISNet)."""
 
     rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
     uses_box: ClassVar[bool] = False

@@ -15,13 +15,13 @@ from fasterisnet.errors import InputError, NonFiniteError
 from fasterisnet.losses import Ranges, has_foreground, heatmap_loss, prepare_masks, resize_masks, total_relevance
 from fasterisnet.losses.calibration import Range
 from fasterisnet.losses.heatmap import Foreground
-from fasterisnet.methods.base import Masks, Parts, classification_loss, describe, gathered_masks, is_multi_label
-from fasterisnet.methods.depths import supervised_depths
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.check import first_bad_layer
-from fasterisnet.lrp.trace import Trace
 from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Target
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.methods.base import Masks, Parts, classification_loss, describe, gathered_masks, is_multi_label
+from fasterisnet.methods.depths import supervised_depths
 
 Weight = float | Sequence[float] | Callable[[int], float]
 DEPTH_DECAY = 0.7
@@ -36,13 +36,13 @@ def normalised_box(mean: Sequence[float], std: Sequence[float]) -> tuple[list[fl
 
 
 def _depth_shares(losses: Tensor) -> Tensor:
-    """The weight of every depth's loss: GWRP over the losses, so that the worst depth counts most."""
+    """LDS, LRP Deep Supervision: the weight of every depth's loss. GWRP over them: the worst depth counts most."""
     ranked = DEPTH_DECAY ** torch.arange(len(losses), dtype=losses.dtype, device=losses.device)
     return torch.empty_like(losses).scatter_(0, losses.argsort(descending=True), ranked / ranked.sum())
 
 
 class ISNet(ABC):
-    """`L = (1-P) L_C + P L_LRP`, with maps chosen by the variant.
+    """`L = (1-P) L_C + P L_LRP` (paper: heatmapLoss), with maps chosen by the variant.
 
     heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP. background_weight,
     foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
-from fasterisnet.methods.isnet import ISNet, Terms
 from fasterisnet.lrp import rules
-from fasterisnet.lrp.trace import Trace
 from fasterisnet.lrp.explain import relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Logit, Target
+from fasterisnet.lrp.trace import Trace
+from fasterisnet.methods.isnet import ISNet, Terms
 
 
 class Original(ISNet):
-    """One LRP-epsilon map for every class.
+    """One LRP-epsilon map for every class (paper: isnetOriginal).
 
     maps_at_once: how many maps are in memory together with what their gradients need. Fewer take less memory and, as
     every group goes back through the network on its own, more time; None is all. With fewer, `parts.background` and

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fasterisnet.methods.isnet import ISNet
 from fasterisnet.lrp.targets import EtaOfLowest, Target
+from fasterisnet.methods.isnet import ISNet
 
 
 class Selective(ISNet):
-    """One map a sample: eta, the bounded log odds, of its least likely class."""
+    """One map a sample: eta, the bounded log odds, of its least likely class (paper: SelectiveISNet)."""
 
     multi_label: ClassVar[bool] = False
 

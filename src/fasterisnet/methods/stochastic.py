@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasterisnet.methods.isnet import ISNet
 from fasterisnet.lrp.targets import Logit, Target
+from fasterisnet.methods.isnet import ISNet
 
 
 class Stochastic(ISNet):
     """One map a sample: its highest logit with probability 1/2, each of the others with 1/(2(C-1)).
 
     batch: samples of the present batch over all processes of `share`; None if each of them has as many as this one.
+
+    Paper: StochasticISNet.
     """
 
     batch: int | None = None

@@ -1,0 +1,154 @@
+"""LRP-epsilon: the derivative of the score with a few operations corrected, `R = x * G` (LRP-Flex)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient
+from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, shape, source
+from fasterisnet.lrp.layers import layer, norm
+from fasterisnet.lrp.recognise import shares
+from fasterisnet.lrp.record import Recorder
+from fasterisnet.lrp.walk import Step, edge_of
+
+
+def linear_ordinary(at: Step) -> None:
+    """`G_x = W^T G_y` (paper: FCBackG). A weight computed from the images is a factor of a product."""
+    found = layer(at.node, at.walk.active)
+    if found is None:
+        product_half(at)
+    else:
+        at.send_G(found.edge, found.transpose(at.G, found.weight))
+
+
+def norm_constant(at: Step) -> None:
+    """`G_x = G_y * gamma/sqrt(var + eps)`, statistics constant; layer norms also pass on the subtraction of means."""
+    found = norm(at.node)
+    at.send_G(0, ChannelScale.apply(at.G, found.scale) if found.centred is None else found.centred(at.G * found.scale))
+
+
+def activation_epsilon(at: Step) -> None:
+    """ReLU: `G_x = G_y * y/(y + eps)`. Others: `G_x = G_y * f(x)/(x + eps*sign(x))`.
+
+    Paper: reluBackG and AS, the attenuated step.
+    """
+    found = at.activation
+    if found is None:  # a maximum of two activations: the winner takes all
+        at.pass_on()
+        return
+    if not found.rectifies:
+        at.send_G(found.edge, Quotient.apply(at.G, found.y, found.x, at.eps, True))
+        return
+    scale, edge = None, found.edge
+    below = source(edge)
+    if below[0] is not None and kind(below[0]) in BATCH_NORMS and not at.walk.wants(edge, below):
+        before = norm(below[0])  # computed as: the batch norm in front of the ReLU in the same step
+        scale, edge = (before.scale, edges(below[0])[0]) if before.centred is None else (None, edge)
+    at.send_G(edge, Attenuate.apply(at.G, found.y, scale, at.eps))
+
+
+def product_half(at: Step) -> None:
+    """`y = a b`: half of the ordinary product to each; all to the signal where the other is a gate or a normaliser."""
+    found = shares(at)
+    if at.note is not None and at.note.result is not None:
+        at.pass_on()
+        return
+    for form, by in at.flow.items():
+        if form == "R" and at.kind != "Glu":
+            for position, share in found:
+                at.send_R(position, by[0] * (share / sum(s for _, s in found)))
+            continue
+        derivative = _product_derivative(at, by, form)
+        for position, share in found:
+            t = derivative[position]
+            if t is not None:
+                at.send(position, form, t if share == 1 else t * share)
+
+
+def _product_derivative(at: Step, by: dict[int, Tensor], form: str) -> Sequence[Tensor | None]:
+    """Only for the operands that ask for it: for a weight it would be a sum over everything."""
+    G = by[0]
+    if at.kind == "Mul" and sum(at.active) == 1 and not G.is_complex():
+        other = at.saved("other" if at.active[0] else "self")
+        return [G * other if on else None for on in at.active]
+    if at.kind == "Glu":
+        signal, gate = at.saved("self").chunk(2, at.saved("dim"))
+        to_signal = G if form == "R" else G * gate.sigmoid()
+        return [torch.cat((to_signal, torch.zeros_like(signal)), at.saved("dim"))]
+    return at.ordinary(by)
+
+
+def attention_half(at: Step, share: float = 0.5) -> None:
+    """`softmax(q k^T) v` in its steps: half to each factor of both products."""
+    q, k, v, scale, p = attention_parts(at)
+    G = at.G
+    from_p = G @ v.mT * share
+    from_scores = p * (from_p - (from_p * p).sum(-1, keepdim=True))
+    at.send_G(0, from_scores @ k * (scale * share))
+    at.send_G(1, ungrouped(from_scores.mT @ q * (scale * share), at, 1))
+    at.send_G(2, ungrouped(p.mT @ G * share, at, 2))
+    if len(at.active) > 3 and at.active[3]:
+        at.send_G(3, from_scores)
+
+
+def attention_parts(at: Step) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
+    """q, k, v, the scale and the weights; a row without anything to attend to has none."""
+    q, k, v = (at.saved(name) for name in ("query", "key", "value"))
+    groups = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    scale = at.saved("scale")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scores = q @ k.mT * scale
+    mask = at.saved("attn_mask") if at.saved("attn_mask") is not None else at.saved("attn_bias")
+    if at.saved("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return q, k, v, scale, torch.ops.aten._safe_softmax(scores, -1)
+
+
+def ungrouped(t: Tensor, at: Step, position: int) -> Tensor:
+    """Heads that share a key and a value: their sum."""
+    size = shape(at.edge(position))
+    return t if not size or tuple(t.shape) == size else t.unflatten(-3, (size[-3], -1)).sum(-3)
+
+
+def replayed(at: Step) -> None:
+    """An operation in place through a view, which autograd hides: it is run again beside, and walked through."""
+    found = at.note
+    if found is None or found.replay is None:
+        if found is None and not _is_copy(at):
+            at.warn("changes a part of a tensor in place; its ordinary derivative was used.")
+        at.pass_on()
+        return
+    tensors = [(i, t) for i, t in enumerate(t for t in found.operands if isinstance(t, Tensor)) if t.requires_grad]
+    with torch.enable_grad(), Recorder() as recorder:
+        inner = found.operands[0].view_as(found.operands[0])
+        result = found.replay(inner, *found.operands[1:])
+    ends = [edge_of(inner if i == 0 else t) for i, t in tensors]
+    for form, by in at.flow.items():
+        flat, places = by[0].reshape(-1), found.places(by[0].device)
+        at.send(0, form, flat.index_fill(0, places, 0).view_as(by[0]))
+        walk = at.walk.beside(at, ends)
+        arrived = walk.run(edge_of(result), flat[places].view(result.shape), form)
+        for (position, _), end in zip(tensors, ends, strict=True):
+            for changed, t in arrived.get(end, {}).items():
+                part = t if position > 0 else torch.zeros_like(flat).scatter(0, places, t.reshape(-1)).view_as(by[0])
+                at.send(position, changed, part)
+    recorder.forget()
+
+
+def _is_copy(at: Step) -> bool:
+    """Whether a part was overwritten with another tensor: nothing of the old values is left there."""
+    if len(at.active) != 2:
+        return False
+    with torch.no_grad():
+        like = at.node._input_metadata[0]
+        old, new = at.node(torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device))
+    kept = old is None or bool(((old == 0) | (old == 1)).all())
+    return kept and (new is None or bool((new == 1).all() and (old is None or (old == 0).sum() == new.numel())))

@@ -1,0 +1,261 @@
+"""LRP-z+, written in relevance R, and zB for the first layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fasterisnet.errors import RuleError
+from fasterisnet.lrp.epsilon import attention_parts, product_half, ungrouped
+from fasterisnet.lrp.kernels import Quotient, SumShares, wide
+from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, descend, edges, kind, source
+from fasterisnet.lrp.layers import CLASSES, Unit, biased, layer, norm, operand, through, unit
+from fasterisnet.lrp.recognise import shares, unscaled
+from fasterisnet.lrp.walk import Step
+
+
+def linear_zplus(at: Step) -> None:
+    """`z = W+ x+ + W- x- + b+`, `s = R_y/(z + eps)`, `R_x = x (W+^T s)` where x >= 0 and `x (W-^T s)` where x < 0.
+
+    Paper: lrp-z+_equation.
+    """
+    found = layer(at.node, at.walk.active)
+    signals = [i for i, _ in shares(at)]
+    if found is None and len(signals) == 1 and sum(at.active) == 2:  # a gate is as good as a weight
+        found = CLASSES[at.kind](at.node, signals[0])
+    if found is not None:
+        _zplus(at, Unit(found, found.weight, found.bias))
+    elif sum(at.active) == 2 and not (len(at.active) > 2 and at.active[0]):
+        _product_zplus(at)
+    else:
+        at.warn("is a product with an offset, all computed from the images; z+ has no rule for that.")
+        at.flow = {"G": {0: at.relevance(lambda: torch.ones(()))}}
+        product_half(at)
+
+
+def _zplus(at: Step, unit: Unit, output: Callable[[], Tensor] | None = None) -> None:
+    """z+ of a layer that may have a bias and a batch norm behind it: their biases are constants."""
+    x, layer = unit.x, unit.layer
+    first, second = (x, None) if bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
+    plus, minus = _two_sided(at, unit, first, second, output or unit.output)
+    at.share(layer.edge, plus if minus is None else torch.where(x >= 0, plus, minus), x)
+
+
+def _two_sided(
+    at: Step, unit: Unit, first: Tensor, second: Tensor | None, output: Callable[[], Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
+    """`W+^T s` and `W-^T s` for `z = W+ x1 + W- x2 + b+`; without output, all that came is taken for relevance."""
+    layer, weight = unit.layer, unit.weight
+    plus = weight.clamp(min=0)
+    shift = None if unit.bias is None else unit.bias.detach().clamp(min=0)
+    paired = second is not None and layer.can_pair
+    if second is None:
+        z = layer.forward(first, plus)
+    elif paired:
+        plus = layer.side_by_side((plus, weight.clamp(max=0)))
+        z = layer.forward(torch.cat((first, second), layer.side), plus)
+    else:
+        z = layer.forward(first, plus) + layer.forward(second, weight.clamp(max=0))
+    z = z if shift is None else z + shift
+    s = at.over(z, output, unit.path)
+    back = layer.transpose(s, plus)
+    if paired:
+        first_half, second_half = back.chunk(2, layer.side)
+        return first_half, second_half
+    return back, None if second is None else layer.transpose(s, weight.clamp(max=0))
+
+
+def norm_zplus(at: Step) -> None:
+    """Behind a layer one with it; elsewhere a diagonal layer: `R_x = (scale x)+ / ((scale x)+ + shift+ + eps) R_y`."""
+    found = norm(at.node)
+    before = unit(at.edge(0), at.walk.active)
+    fused = None if before is None else before.behind(found)
+    if fused is not None:
+        if at.walk.wants(at.edge(0), source(at.edge(0))):
+            raise RuleError(_one_unit(at, fused))
+        _zplus(at, fused, found.output)
+        return
+    scale, x = found.full_scale, found.x
+    s = at.over((scale * x).clamp(min=0) + found.shift().clamp(min=0), found.output)
+    at.share(0, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
+
+
+def _one_unit(at: Step, unit: Unit) -> str:
+    return (
+        f"Layer '{at.walk.place(unit.layer.node)}' is one unit with the batch norm or activation behind it under these "
+        "rules, so it has no relevance of its own; name that module instead."
+    )
+
+
+def sum_zplus(at: Step) -> None:
+    """`R_1 = a1+/(a1+ + a2+ + eps) R_y`, likewise R_2; a constant takes part in z and gets nothing."""
+    if at.is_score or (
+        sum(at.active) == 1 and at.note is not None and any(_is_nothing(v) for v in at.note.operands[:2])
+    ):
+        at.pass_on()
+        return
+    layer_with_bias = biased(at.node, at.walk.active)
+    if layer_with_bias is not None:
+        _zplus(at, layer_with_bias)
+        return
+    values = [_as_tensor(operand(at.node, i), at, constant=not at.is_active(i)) for i in range(2)]
+    alpha = float(at.saved("alpha") or 1)
+    signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[at.kind]
+    parts = [v if sign == 1 else v * sign for v, sign in zip(values, signs, strict=True)]
+    if all(at.active) and len(at.active) == 2 and set(at.flow) == {"R"} and parts[0].shape == parts[1].shape:
+        for position, R in enumerate(SumShares.apply(at.arrived("R"), *parts, at.eps)):
+            at.send_R(position, R)
+        return
+    s = at.over(parts[0].clamp(min=0) + parts[1].clamp(min=0), lambda: parts[0] + parts[1])
+    for position in range(2):
+        if at.is_active(position):
+            at.share(position, s * (parts[position] > 0) * signs[position], values[position])
+
+
+def _is_nothing(value: object) -> bool:
+    return isinstance(value, int | float) and value == 0
+
+
+def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
+    like = next(iter(at.flow.values()))[0]
+    t = wide(value) if isinstance(value, Tensor) else torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    return t.detach() if constant else t
+
+
+def pool_zplus(at: Step) -> None:
+    """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`."""
+    if at.is_score:
+        at.pass_on()
+        return
+    known = None if at.note is None else at.note.tensors
+    xs = [wide(known[i] if known else operand(at.node, i, "self")) if on else None for i, on in enumerate(at.active)]
+    positive = [None if x is None else x.clamp(min=0) for x in xs]
+    s = at.over(at.forward(positive), lambda: at.forward(xs))
+    for position, back in enumerate(at.ordinary({0: s})):
+        if back is not None and at.active[position]:
+            x = xs[position]
+            assert x is not None
+            at.share(position, back * (x > 0), x)
+
+
+def activation_zplus(at: Step) -> None:
+    """ReLU passes relevance on. Others: `R_x = x/(x + eps*sign(x)) R_y`."""
+    found = at.activation
+    if found is None:
+        at.pass_on()
+    elif found.rectifies:
+        at.send_R(found.edge, at.relevance(lambda: found.y))
+    else:
+        if at.arrived("R") is not None:
+            at.send_R(found.edge, Quotient.apply(at.arrived("R"), found.x, found.x, at.eps, True))
+        if "start" in at.flow:
+            R = Quotient.apply(at.G * found.x, found.y, found.x, at.eps, True)
+            at.send_R(found.edge, R)
+
+
+def softmax_zplus(at: Step) -> None:
+    """Relevance of a weight is that of its score."""
+    for form, by in at.flow.items():
+        at.send(0, form, by[0] if form == "R" else at.ordinary(by)[0])
+
+
+def attention_zplus(at: Step) -> None:
+    """Two products, and the softmax between them, in their steps."""
+    q, k, v, _, p = attention_parts(at)
+    R_p, R_v = _positive_products(torch.matmul, p, v, at.relevance(lambda: p @ v), at)
+    R_q, R_k = _positive_products(torch.matmul, q, k.mT, R_p, at)
+    at.send_R(0, R_q)
+    at.send_R(1, ungrouped(R_k.mT, at, 1))
+    at.send_R(2, ungrouped(R_v, at, 2))
+
+
+def _product_zplus(at: Step) -> None:
+    """Half to each factor, by the positive products: `z = a+ b+ + a- b-`."""
+    positions = [i for i, on in enumerate(at.active) if on]
+    found = CLASSES[at.kind](at.node, positions[0])
+    R = at.relevance(lambda: found.forward(found.x, found.weight))
+    # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
+    a, b = (unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True))
+    for position, share in zip(positions, _positive_products(found.forward, a, b, R, at), strict=True):
+        at.send_R(position, share)
+
+
+def _positive_products(
+    f: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, R: Tensor, at: Step
+) -> tuple[Tensor, Tensor]:
+    """Relevance of a and b in a product f: `s = R/(2 (z + eps))`, each positive product sends s times itself."""
+    with torch.enable_grad():
+        a, b = (t if t.requires_grad and at.walk.create_graph else t.detach().requires_grad_() for t in (a, b))
+        parts = [(t.clamp(min=0), t.clamp(max=0)) for t in (a, b)]
+        (a_plus, a_minus), (b_plus, b_minus) = parts
+        z = f(a_plus, b_plus) + f(a_minus, b_minus)
+        s = 0.5 * Quotient.apply(R, None, z, at.eps, False)
+        found = torch.autograd.grad(z, (a_plus, a_minus, b_plus, b_minus), s, create_graph=at.walk.create_graph)
+        return a_plus * found[0] + a_minus * found[1], b_plus * found[2] + b_minus * found[3]
+
+
+def signed_zplus(at: Step) -> None:
+    """Bicubic resizing: `z = A+ x+ + A- x-`, A being a product of a matrix for rows and one for columns."""
+    if not at.kind.startswith("UpsampleBicubic2D") or set(at.flow) != {"R"}:
+        at.warn("has weights of both signs, of which z+ cannot tell the positive part; its derivative was used.")
+        at.pass_on()
+        return
+    x = operand(at.node, 0)
+    rows, columns = _resizing(at, x)
+    halves = [(rows.clamp(min=0), columns.clamp(min=0)), (rows.clamp(max=0), columns.clamp(max=0))]
+    halves += [(rows.clamp(min=0), columns.clamp(max=0)), (rows.clamp(max=0), columns.clamp(min=0))]
+    inputs = [x.clamp(min=0)] * 2 + [x.clamp(max=0)] * 2
+    z = torch.stack([r @ t @ c.mT for (r, c), t in zip(halves, inputs, strict=True)]).sum(0)
+    s = Quotient.apply(at.arrived("R"), None, z, at.eps, False)
+    at.send_R(0, torch.stack([t * (r.mT @ s @ c) for (r, c), t in zip(halves, inputs, strict=True)]).sum(0))
+
+
+def _resizing(at: Step, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a resizing does to rows and to columns, seen on images that change along one of them only."""
+    resize = getattr(torch.ops.aten, "_upsample_bicubic2d_aa" if at.kind.endswith("Aa") else "upsample_bicubic2d")
+    settings = (at.saved("output_size"), at.saved("align_corners"), at.saved("scales_h"), at.saved("scales_w"))
+    height, width = x.shape[-2:]
+    eyes = [torch.eye(n, dtype=x.dtype, device=x.device) for n in (height, width)]
+    by_row = resize(eyes[0].view(1, height, height, 1).expand(-1, -1, -1, width).contiguous(), *settings)
+    by_column = resize(eyes[1].view(1, width, 1, width).expand(-1, -1, height, -1).contiguous(), *settings)
+    return by_row[0, :, :, 0].mT, by_column[0, :, 0].mT
+
+
+# --- LRP-zB, first layer -------------------------------------------------------------------------------------------
+
+
+def first_layer(at: Step) -> bool:
+    """`R_x = x (W^T s) - l (W+^T s) - h (W-^T s)`, `s = R_y/(z + eps)`, `z = W x + b - l W+ 1 - h W- 1 - b-`.
+
+    Computed as: z+ with x - l for the positive and x - h for the negative weights. An activation behind the layer
+    passes relevance on unchanged, so y is its output. False if this is no first layer. Paper: cited as LRPZb.
+    """
+    found = at.activation
+    if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum"):
+        return False
+    edge = (at.node, 0) if found is None else found.edge
+    path, (node, _) = descend(edge)
+    behind = norm(node) if node is not None and kind(node) in BATCH_NORMS and at.walk.active(node)[0] else None
+    made = unit(edge if behind is None else edges(node)[0], at.walk.active)
+    made = made if made is None or behind is None else made.behind(behind)
+    if made is None or not at.walk.first(made.layer.edge):
+        return False
+    inside = [(made.layer.node, 0), *([] if found is None else [found.edge, (node, 0)])]
+    if at.walk.wants(*[e for e in inside if e[0] is not at.node]):
+        raise RuleError(_one_unit(at, made))
+    if found is not None:
+        at.flow = {"R": {0: at.relevance(lambda: found.y)}}
+        made.path = made.path if behind is None else [*path, *made.path]
+    elif behind is not None:
+        at.flow = {"R": {0: at.relevance(behind.output)}}
+    else:
+        at.flow = {form: {0: through(made.path, by[0])} for form, by in at.flow.items()}
+        at.flow, made.path = {"R": {0: at.relevance(made.output)}}, []
+    x = made.x if at.walk.keep_root else made.x.detach()
+    low, high = at.walk.bounds(made.layer.edge, x)
+    plus, minus = _two_sided(at, made, x - low, x - high, None)
+    assert minus is not None
+    at.send(made.layer.edge, "B", (x - low) * plus + (x - high) * minus)
+    return True
