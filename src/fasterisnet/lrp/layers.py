@@ -271,7 +271,7 @@ class Norm:
 
 def norm(node: Node) -> Norm:
     """The norm a node is."""
-    x, weight = node._saved_input, node._saved_weight
+    x, weight = wide(node._saved_input), node._saved_weight
     if kind(node) == "NativeLayerNorm":
         dims = len(node._saved_normalized_shape)
         return _centred(node, x, (*x.shape[: x.ndim - dims], -1), weight, lambda: operand(node, 2, "bias"))

@@ -160,6 +160,11 @@ def _masked(node: Node, x: Tensor, active: Active) -> Activation | None:
 def masks_itself(node: Node, found: Note, active: list[bool]) -> bool:
     """Whether a mask was made of the very activation it is laid over."""
     on = [e for e, a in zip(edges(node), active, strict=True) if a]
+    filled = [
+        v for v in found.operands[1:] if not isinstance(v, Tensor) or (v.is_floating_point() and v.grad_fn is None)
+    ]
+    if sum(active) == 1 and (kind(node) == "Mul" or (filled and all(_all_zero(v) for v in filled))):
+        return False  # set to zero or kept: its derivative is f(x)/x
     return found.selected is not None or any(_steps(e, origin) is not None for e in on for origin in found.masks)
 
 

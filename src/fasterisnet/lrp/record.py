@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         node.metadata["fasterisnet"] = found
         self.notes.append(found)
         for position, operand in enumerate(found.operands):
-            if isinstance(operand, Tensor):
+            if isinstance(operand, Tensor) and operand.layout is torch.strided:
                 self._held.setdefault(operand.untyped_storage()._cdata, []).append((found, position))
 
     # --- masks made of an activation's own signs -------------------------------------------------------------------
@@ -190,7 +190,8 @@ class Recorder(TorchDispatchMode):
 
     def _protect(self, t: Tensor) -> None:
         """Notes that hold this memory get a copy before it changes."""
-        for found, position in self._held.pop(t.untyped_storage()._cdata, ()):
+        held = self._held.pop(t.untyped_storage()._cdata, ()) if t.layout is torch.strided else ()
+        for found, position in held:
             operand = found.operands[position]
             found.operands[position] = self._copy(operand)
             if found.selected is operand:

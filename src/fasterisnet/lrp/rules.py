@@ -23,7 +23,7 @@ from fasterisnet.lrp.epsilon import (
     product_half,
     replayed,
 )
-from fasterisnet.lrp.kernels import Quotient
+from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS
 from fasterisnet.lrp.layers import Unit, biased, layer, through
 from fasterisnet.lrp.recognise import activation, masks_itself
@@ -71,7 +71,8 @@ class RuleTable:
     def apply(self, at: Step, group: str | None) -> None:
         """The rule for this node; a first layer inside a box takes zB, whatever the table says."""
         recognised = group in _MAY_BE_ACTIVATIONS and (self.loud or at.walk.box is not None)
-        at.activation = activation(at.node, at.walk.active) if recognised else None
+        found = activation(at.node, at.walk.active) if recognised else None
+        at.activation = None if found is None else found._replace(x=wide(found.x), y=wide(found.y))
         if at.walk.box is not None and first_layer(at):
             at.treated("zB")
             return

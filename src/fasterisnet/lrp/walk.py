@@ -322,7 +322,7 @@ class Step:
                 raise RuleError(
                     f"'{spoken(self.kind)}' has no derivative that relevance could be sent through."
                 ) from error
-        return result if isinstance(result, tuple) else (result,)
+        return [None if t is None else wide(t) for t in (result if isinstance(result, tuple) else (result,))]
 
     def forward(self, xs: Sequence[Tensor | None]) -> Tensor:
         """`A x` of a node that is linear, found from its derivative `A^T u`."""

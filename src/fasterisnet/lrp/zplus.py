@@ -100,6 +100,8 @@ def sum_zplus(at: Step) -> None:
     if layer_with_bias is not None:
         _zplus(at, layer_with_bias)
         return
+    if sum(at.active) == 1 and _joins_layers(at):
+        at.warn("adds a constant to layers that were put together; z+ takes it for a step of its own.")
     values = [_as_tensor(operand(at.node, i), at, constant=not at.is_active(i)) for i in range(2)]
     alpha = float(at.saved("alpha") or 1)
     signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[at.kind]
@@ -116,6 +118,15 @@ def sum_zplus(at: Step) -> None:
 
 def _is_nothing(value: object) -> bool:
     return isinstance(value, int | float) and value == 0
+
+
+def _joins_layers(at: Step) -> bool:
+    """Whether what is added to comes from layers without a bias that were concatenated or stacked."""
+    node = descend(at.edge(at.active.index(True)))[1][0]
+    if node is None or kind(node) not in ("Cat", "Stack"):
+        return False
+    units = [unit(edge, at.walk.active) for edge in edges(node) if edge[0] is not None]
+    return any(u is not None and u.bias is None for u in units)
 
 
 def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
