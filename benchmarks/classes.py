@@ -24,8 +24,8 @@ import torchvision
 
 import fasterisnet as fi
 from fasterisnet.evaluation.figures import save_figure, times_figure
+from fasterisnet.files import write_text
 from fasterisnet.methods.base import Method
-from fasterisnet.writing import write_text
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 LONG = 2.0  # seconds

@@ -19,9 +19,9 @@ import torch
 import torchvision
 from PIL import Image
 
-from fasterisnet.training.config import Config
+from fasterisnet.runs.config import Config
+from fasterisnet.training.console import Terminal
 from fasterisnet.training.loop import train
-from fasterisnet.training.watching import Terminal
 
 
 def draw(folder: Path, images: int) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fasterisnet.cli import main
 from fasterisnet.data.drawn import drawn_source
-from fasterisnet.training.run import Run
+from fasterisnet.runs.folder import Run
 
 KEYS = {"accuracy", "macro_f1", "macro_auc", "confusion", "background_mass"}
 LINES, COLUMNS = 36, 100  # a screen

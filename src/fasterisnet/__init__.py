@@ -2,7 +2,7 @@
 
 from fasterisnet import targets
 from fasterisnet.errors import FasterISNetError, RuleWarning
-from fasterisnet.losses import Ranges
+from fasterisnet.lrp.box import normalised_box
 from fasterisnet.lrp.check import check
 from fasterisnet.lrp.explain import explain
 from fasterisnet.lrp.record import recording
@@ -20,8 +20,8 @@ from fasterisnet.methods import (
     Step,
     Stochastic,
     calibrate,
-    normalised_box,
 )
+from fasterisnet.methods.ranges import Ranges
 
 __all__ = [
     "Dual", "FasterISNetError", "GradInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning", "Selective",

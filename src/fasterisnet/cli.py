@@ -132,7 +132,7 @@ def _amount(text: str) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    from fasterisnet.training.config import Config, pretrained, switch
+    from fasterisnet.runs.config import Config, pretrained, switch
 
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
@@ -160,7 +160,7 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from fasterisnet.training.config import Config
+    from fasterisnet.runs.config import Config
 
     given = {key[7:]: _value(key[7:], text) for key, text in vars(options).items() if key.startswith("option_")}
     if options.show_config:
@@ -168,10 +168,10 @@ def _train(options: argparse.Namespace) -> int:
             default = option.default if option.default is not MISSING else []
             print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
         return DONE
-    from fasterisnet.training.launching import LostProcessError, is_first_process, resume_hint
+    from fasterisnet.runs.folder import Run
+    from fasterisnet.training.console import Terminal
+    from fasterisnet.training.distributed import LostProcessError, is_first_process, resume_hint
     from fasterisnet.training.loop import train
-    from fasterisnet.training.run import Run
-    from fasterisnet.training.watching import Terminal
 
     if options.resume:
         if given or options.config:
@@ -217,11 +217,10 @@ def _value(name: str, text: str) -> Any:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from fasterisnet.data.base import readable_part
-    from fasterisnet.data.decoding import readable
+    from fasterisnet.data.pictures import readable
     from fasterisnet.data.sources import is_own, open_source
-    from fasterisnet.training.report import check_classes, metrics_of, own_classes, table
-    from fasterisnet.training.run import Run
+    from fasterisnet.runs.folder import Run
+    from fasterisnet.runs.report import check_classes, measured_splits, own_classes, table
 
     _check_file(options.json)
     run = Run(options.run)
@@ -235,27 +234,19 @@ def _evaluate(options: argparse.Namespace) -> int:
     names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
     if not names:
         raise UsageError(f"The data has no test split (it has {', '.join(source.splits)}); name one with --split.")
-    results = {}
-    for name in names:
-        samples = source.split(name)
-        if config.on_bad_image == "skip":
-            samples, problems = readable_part(samples, options.workers)
-            for text in problems:
-                print(f"Skipped: {text}")
-        if len(samples) == 0:
-            raise InputError(f"None of the images of '{readable(name)}' can be read, so there is nothing to test on.")
-        results[name] = metrics_of(
-            model,
-            card,
-            samples,
-            name=name,
-            batch=options.batch,
-            workers=options.workers,
-            attention=not options.no_attention,
-        )
+    tests = measured_splits(
+        model, card, {name: source.split(name) for name in names}, print, skip_bad=config.on_bad_image == "skip",
+        batch=options.batch, workers=options.workers, attention=not options.no_attention,
+    )  # fmt: skip
+    for text in tests.bad:
+        print(f"Skipped: {text}")
+    if tests.unreadable:
+        name = readable(tests.unreadable[0])
+        raise InputError(f"None of the images of '{name}' can be read, so there is nothing to test on.")
+    results = tests.results
     print(table(results))
     if options.json:
-        from fasterisnet.writing import write_text
+        from fasterisnet.files import write_text
 
         content = results[names[0]] if len(names) == 1 else results
         write_text(options.json, json.dumps(content, indent=2) + "\n")
@@ -263,7 +254,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from fasterisnet.training.explaining import explain_files
+    from fasterisnet.runs.explain import explain_files
 
     for path in explain_files(
         [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
@@ -301,8 +292,8 @@ def _add_audit(commands: Any) -> None:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from fasterisnet.data.preparing import Preparation
-    from fasterisnet.evaluation.audit import Settings, audit
+    from fasterisnet.audit.audit import Settings, audit
+    from fasterisnet.data.preparation import Preparation
     from fasterisnet.evaluation.explainers import DEFAULT
 
     settings = Settings(
@@ -333,7 +324,7 @@ def _export(options: argparse.Namespace) -> int:
     import torch
 
     from fasterisnet.evaluation.export import export_model
-    from fasterisnet.training.run import Run
+    from fasterisnet.runs.folder import Run
 
     _check_file(options.out)
     model, card = Run(options.run).load_model(trust=options.trust)
@@ -390,7 +381,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
     """Ends with the usage of the command that was meant and the option nearest to the one that was written."""
-    from fasterisnet.training.config import nearest
+    from fasterisnet.runs.config import nearest
 
     word = unknown[0].partition("=")[0]
     known = [flag for action in options.parser._actions for flag in action.option_strings]
@@ -405,7 +396,7 @@ def _say_error(text: str) -> None:
 
 def _known_to_all(error: FasterISNetError) -> bool:
     """Whether the first process of a run says the same as this one, which is another."""
-    launching = sys.modules.get("fasterisnet.training.launching")
+    launching = sys.modules.get("fasterisnet.training.distributed")
     if launching is None or launching.is_first_process():
         return False
     return isinstance(error, UsageError | launching.LostProcessError)

@@ -25,12 +25,13 @@ from fasterisnet.data.sources import open_source
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import background_mass
 from fasterisnet.evaluation.figures import overlay
+from fasterisnet.files import write_text
 from fasterisnet.lrp.explain import explain
-from fasterisnet.training.config import Config
+from fasterisnet.runs.card import Card
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.folder import Run
+from fasterisnet.training.console import Watcher
 from fasterisnet.training.loop import train
-from fasterisnet.training.run import Card, Run
-from fasterisnet.training.watching import Watcher
-from fasterisnet.writing import write_text
 
 TESTS = {
     "iid": "i.i.d.: pixel as in training",

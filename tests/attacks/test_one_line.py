@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from attacks.conftest import OPTIONS, copied, main, train
-from fasterisnet.training.config import Config
-from fasterisnet.training.launching import processes, resume_hint
+from fasterisnet.runs.config import Config
+from fasterisnet.training.distributed import processes, resume_hint
 from training.driving import environment
 
 ABSENT = "mps" if torch.cuda.is_available() else "gpu"  # what this machine does not have
@@ -50,7 +50,7 @@ def test_options(
 def test_evaluate_looks_at_its_file_first(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fasterisnet.training.report.metrics_of", lambda *_, **__: pytest.fail("worked first"))
+    monkeypatch.setattr("fasterisnet.runs.report.metrics_of", lambda *_, **__: pytest.fail("worked first"))
     for place in (str(tmp_path), str(finished / "config.yaml" / "x.json")):
         assert main(["evaluate", str(finished), "--json", place]) == 2
         assert "Traceback" not in capsys.readouterr().err

@@ -19,11 +19,11 @@ from fasterisnet.data.boxes import read_coco, read_voc
 from fasterisnet.data.files import Files
 from fasterisnet.data.folder import open_folder
 from fasterisnet.data.mnist import mnist_source
-from fasterisnet.data.reading import Reader, read_image, read_mask
+from fasterisnet.data.reader import Reader, read_image, read_mask
 from fasterisnet.errors import FasterISNetError, InputError
 from fasterisnet.models import build_model
-from fasterisnet.training.config import Config
-from fasterisnet.training.run import Run
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.folder import Run
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "options": ("run.yaml", lambda path: Config.read(path, {})),

@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 
 from fasterisnet.data.base import BadImageError, Source
-from fasterisnet.data.decoding import readable
 from fasterisnet.data.folder import Columns, FolderSamples, open_folder
 from fasterisnet.data.masks import decode_mask, thresholded
-from fasterisnet.data.reading import read_image, read_mask
+from fasterisnet.data.pictures import readable
+from fasterisnet.data.reader import read_image, read_mask
 from fasterisnet.errors import InputError
 
 RNG = np.random.default_rng(0)

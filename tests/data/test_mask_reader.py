@@ -15,7 +15,7 @@ from PIL import Image, ImageFilter
 from fasterisnet.data.base import BadImageError
 from fasterisnet.data.check import KINDS, check_data
 from fasterisnet.data.masks import AmbiguousMaskError, decode_mask
-from fasterisnet.data.reading import read_mask
+from fasterisnet.data.reader import read_mask
 from fasterisnet.data.sources import open_source
 from fasterisnet.errors import UsageError
 

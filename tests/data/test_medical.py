@@ -27,8 +27,8 @@ from pydicom.uid import (
 from fasterisnet.data.base import BadImageError, hold_out
 from fasterisnet.data.check import KINDS, check_data
 from fasterisnet.data.folder import open_folder
-from fasterisnet.data.preparing import Preparation
-from fasterisnet.data.reading import Reader, read_image, read_mask
+from fasterisnet.data.preparation import Preparation
+from fasterisnet.data.reader import Reader, read_image, read_mask
 from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError
 

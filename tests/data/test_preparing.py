@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from fasterisnet.data.base import Label, Reading, Samples, Subset, balanced, hold_out
-from fasterisnet.data.preparing import Augmentation, Preparation, Prepared, random_stream
+from fasterisnet.data.preparation import Augmentation, Preparation, Prepared, random_stream
 from fasterisnet.errors import InputError
 
 AUGMENTATIONS: tuple[Any, ...] = get_args(Augmentation)

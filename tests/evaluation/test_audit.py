@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torchvision.io import write_png
 
 from evaluation.scenes import SIZE, corner_reader, object_reader, scenes
+from fasterisnet.audit.audit import Settings, audit
+from fasterisnet.audit.verdict import decide
 from fasterisnet.cli import main
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
-from fasterisnet.evaluation.audit import Settings, audit
 from fasterisnet.evaluation.causal import Causal, Effect
 from fasterisnet.evaluation.intervals import Estimate
-from fasterisnet.evaluation.verdict import decide
 from fasterisnet.models import build_model
-from fasterisnet.training.run import Card, Run
+from fasterisnet.runs.card import Card
+from fasterisnet.runs.folder import Run
 
 NAMES = ["a red one", "blue", "crimson"]  # in the order of the alphabet, as classes are
 HOSTILE = ["<script>alert(1)<", 'b" onload="x', "c|d&amp;'e"]
@@ -364,7 +365,7 @@ def test_two_classes_and_one_logit(tmp_path: Path) -> None:
 
 def test_large_pictures_fit_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise is what compresses worst; what does not fit is left out, and the page says so."""
-    monkeypatch.setattr("fasterisnet.evaluation.page.ROOM", 200_000)
+    monkeypatch.setattr("fasterisnet.audit.page.ROOM", 200_000)
     data = tmp_path / "data"
     for split in ("train", "test"):
         for i in range(6):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fasterisnet.errors import InputError, NonFiniteError
-from fasterisnet.losses import Range, Ranges, RunningMoments, heatmap_loss, range_from_moments, total_relevance
+from fasterisnet.losses import RunningMoments, heatmap_loss, range_from_moments, total_relevance
+from fasterisnet.methods.ranges import Range, Ranges
 
 FOLDER = Path(__file__).parents[1] / "golden"
 GOLDEN = dict(np.load(FOLDER / "gwrp.npz"))

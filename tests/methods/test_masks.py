@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import fasterisnet as fi
 from fasterisnet.errors import FasterISNetError
-from fasterisnet.losses import Range, deep_supervision_loss, heatmap_loss, resize_masks
+from fasterisnet.losses import gwrp, heatmap_loss, resize_masks
+from fasterisnet.methods.ranges import Range
 from fasterisnet.targets import EtaOfLowest
 from methods.tester import (
     ALL,
@@ -83,7 +84,7 @@ def test_channels_with_masks_of_their_own() -> None:
         assert isinstance(maps, dict)
         small = resize_masks(masks, maps[depth].shape[2:])
         cases = ((maps["input"], different), (maps[depth], small))
-        wanted = deep_supervision_loss([heatmap_loss(m.unsqueeze(1), mask, 0.3, 0.6).total for m, mask in cases])
+        wanted = gwrp(torch.stack([heatmap_loss(m.unsqueeze(1), mask, 0.3, 0.6).total for m, mask in cases]), 0.7)
         torch.testing.assert_close(method.loss(model, images, labels, different).heatmap, wanted, rtol=1e-10, atol=0)
 
 

@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasterisnet.training import loop, run
-from fasterisnet.training.config import Config
-from fasterisnet.writing import replacing
+from fasterisnet.files import replacing
+from fasterisnet.runs import folder as run
+from fasterisnet.runs.config import Config
+from fasterisnet.training import loop
 
 
 def die() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fasterisnet.training.batches import Batches
+from fasterisnet.data.loader import Batches
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 3), st.integers(0, 5))

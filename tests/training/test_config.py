@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fasterisnet.errors import UsageError
-from fasterisnet.training.config import Config
-from fasterisnet.training.schedule import learning_rate
+from fasterisnet.runs.config import Config
+from fasterisnet.training.setup import learning_rate
 
 
 def read(tmp_path: Path, content: str, **changes: Any) -> Config:

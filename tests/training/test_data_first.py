@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from fasterisnet.cli import main
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.folder import Run
 from fasterisnet.training import loop
-from fasterisnet.training.config import Config
-from fasterisnet.training.run import Run
-from fasterisnet.training.watching import Watcher
+from fasterisnet.training.console import Watcher
 
 SIDE, EACH = 16, 6
 MASK = np.zeros((SIDE, SIDE), np.uint8)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fasterisnet.losses import Ranges
-from fasterisnet.training.run import Run
+from fasterisnet.methods.ranges import Ranges
+from fasterisnet.runs.folder import Run
 from training.driving import driven
 
 WHOLE = 180  # all training pictures in one batch: one update an epoch

@@ -14,11 +14,11 @@ import torch
 
 from fasterisnet.data.base import Reading, Subset
 from fasterisnet.data.drawn import drawn_source
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.loader import Loader, LoadingError
+from fasterisnet.data.preparation import Preparation
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.folder import Run
 from fasterisnet.training import loop
-from fasterisnet.training.batches import Loader, LoadingError
-from fasterisnet.training.config import Config
-from fasterisnet.training.run import Run
 
 PREPARATION = Preparation(16)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fasterisnet.training.run import Run
+from fasterisnet.runs.folder import Run
 from training.driving import driven
 
 OPTIONS: dict[str, Any] = {

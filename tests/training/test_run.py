@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.models import build_model
-from fasterisnet.training.run import Card, Run
+from fasterisnet.runs.card import Card
+from fasterisnet.runs.folder import Run
 
 
 class Harm:

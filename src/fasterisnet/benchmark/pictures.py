@@ -13,10 +13,10 @@ from torch import Tensor
 from fasterisnet.data.base import Label, Samples
 from fasterisnet.errors import InputError, RuleError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
+from fasterisnet.files import write_bytes
 from fasterisnet.lrp.explain import explain
-from fasterisnet.training.report import read, viewable
-from fasterisnet.training.run import Run
-from fasterisnet.writing import write_bytes
+from fasterisnet.runs.folder import Run
+from fasterisnet.runs.report import read, viewable
 
 SHOWN = 4
 

@@ -12,8 +12,8 @@ import yaml
 
 from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import UsageError
-from fasterisnet.reading import read_file
-from fasterisnet.training.config import Config, nearest
+from fasterisnet.files import read_file
+from fasterisnet.runs.config import Config, nearest
 
 OPTIONS = [option.name for option in fields(Config)]
 OWN = {"data": "--data", "seed": "--seeds", "out": "--runs"}  # options that an experiment gives its runs itself

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fasterisnet.errors import InputError, UsageError
-from fasterisnet.reading import read_json
-from fasterisnet.training.config import Config
+from fasterisnet.files import read_json
+from fasterisnet.runs.config import Config
 
 KEYS = ("command", "machine", "config", "training_samples", "training_seconds", "tests", "epochs")
 Results = dict[str, list[dict[str, Any]]]

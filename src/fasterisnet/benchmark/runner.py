@@ -16,15 +16,15 @@ from fasterisnet.benchmark.recipe import Recipe, change
 from fasterisnet.benchmark.results import difference, finished, read_result
 from fasterisnet.benchmark.tables import write_tables
 from fasterisnet.errors import FasterISNetError, UsageError
+from fasterisnet.files import remove_leftovers, write_text
 from fasterisnet.models import check_trust
-from fasterisnet.training.config import Config
-from fasterisnet.training.fingerprint import absolute
-from fasterisnet.training.launching import is_first_process
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.fingerprint import absolute
+from fasterisnet.runs.folder import Run
+from fasterisnet.runs.inputs import source_of
+from fasterisnet.training.console import Terminal
+from fasterisnet.training.distributed import is_first_process
 from fasterisnet.training.loop import train
-from fasterisnet.training.method import source_of
-from fasterisnet.training.run import Run
-from fasterisnet.training.watching import Terminal
-from fasterisnet.writing import remove_leftovers, write_text
 
 
 def begun(config: Config) -> bool:

@@ -13,7 +13,7 @@ from fasterisnet.benchmark.results import Results, read_results
 from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, save_figure
-from fasterisnet.writing import write_text
+from fasterisnet.files import write_text
 
 
 def write_tables(recipe: Recipe, folder: Path) -> str:

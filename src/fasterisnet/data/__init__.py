@@ -2,7 +2,7 @@
 
 from fasterisnet.data.base import BadImageError, Reading, Samples, Source, Subset, hold_out
 from fasterisnet.data.check import check_data
-from fasterisnet.data.reading import Reader, read_image, read_mask
+from fasterisnet.data.reader import Reader, read_image, read_mask
 from fasterisnet.data.sources import open_source
 
 __all__ = [

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasterisnet.data.decoding import readable
+from fasterisnet.data.pictures import readable
 from fasterisnet.errors import InputError
 
 GRABCUT_ROUNDS = 5

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fasterisnet.data.base import Samples, Source, has_mask
-from fasterisnet.data.decoding import Window, readable
-from fasterisnet.data.examining import Counts, about_files, about_lists, about_samples
+from fasterisnet.data.findings import Counts, about_files, about_lists, about_samples
 from fasterisnet.data.folder import NO_TRAIN, AnyPath, Columns, Finding, Listing, list_data
 from fasterisnet.data.manifest import Record
-from fasterisnet.data.reading import Reader
+from fasterisnet.data.pictures import Window, readable
+from fasterisnet.data.reader import Reader
 from fasterisnet.data.sources import is_own, open_source, own_arguments
 from fasterisnet.errors import InputError, UsageError
 

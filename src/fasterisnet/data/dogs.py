@@ -20,8 +20,8 @@ from torch import Tensor
 from fasterisnet.data.base import BadImageError, Reading, Source, hold_out
 from fasterisnet.data.biased import WHITE, Bias, biased_splits, divided
 from fasterisnet.data.boxes import boxes_to_mask, read_voc
-from fasterisnet.data.decoding import is_image_name, readable
 from fasterisnet.data.files import Files
+from fasterisnet.data.pictures import is_image_name, readable
 from fasterisnet.errors import InputError
 
 NUMBER_HEIGHT = 0.1  # of the height of the image

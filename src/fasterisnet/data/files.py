@@ -12,10 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
-from fasterisnet.data.decoding import LARGEST, decode_image, readable
 from fasterisnet.data.masks import thresholded
+from fasterisnet.data.pictures import LARGEST, decode_image, readable
 from fasterisnet.errors import InputError
-from fasterisnet.reading import read_file
+from fasterisnet.files import read_file
 
 
 class Member(NamedTuple):

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from fasterisnet.data.base import BadImageError, Label, Reading, Samples, Source
 from fasterisnet.data.boxes import Box, boxes_of, boxes_to_mask, opencv, read_coco, read_voc, refine
-from fasterisnet.data.decoding import Window, is_image_name, readable, stem_of
 from fasterisnet.data.manifest import AnyPath, Columns, Record, RowError, Table, is_manifest
 from fasterisnet.data.medical import starts_as_dicom
-from fasterisnet.data.reading import Reader
+from fasterisnet.data.pictures import Window, is_image_name, readable, stem_of
+from fasterisnet.data.reader import Reader
 from fasterisnet.errors import InputError
 
 MASKS, BOXES = "masks", "boxes"

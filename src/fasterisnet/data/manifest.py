@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fasterisnet.data.boxes import Box
-from fasterisnet.data.decoding import readable
-from fasterisnet.data.reading import kind_of, owner
+from fasterisnet.data.pictures import readable
+from fasterisnet.data.reader import kind_of, owner
 from fasterisnet.errors import InputError
-from fasterisnet.reading import read_file
+from fasterisnet.files import read_file
 
 LABEL_PREFIX = "label:"
 LARGEST = 2**31  # bytes of a table

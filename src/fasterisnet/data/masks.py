@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from fasterisnet.data.base import BadImageError
-from fasterisnet.data.decoding import SIXTEEN_BITS, AnyPath, decoded, readable
+from fasterisnet.data.pictures import SIXTEEN_BITS, AnyPath, decoded, readable
 
 Verdict = Literal["binary", "soft", "labels", "gray"]
 CLEAR: tuple[Verdict, ...] = ("binary", "soft")

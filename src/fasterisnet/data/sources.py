@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from fasterisnet.data.base import Source
-from fasterisnet.data.decoding import Window, readable
 from fasterisnet.data.dogs import dogs_source
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.mnist import mnist_source
+from fasterisnet.data.pictures import Window, readable
 from fasterisnet.data.xray import xray_source
 from fasterisnet.errors import UsageError
 

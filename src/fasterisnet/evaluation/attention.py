@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses import has_foreground, prepare_masks
+from fasterisnet.lrp.logits import logits_in
 from fasterisnet.lrp.small_maps import SmallMaps
 
 
@@ -67,7 +68,7 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
     """(sample, class), also of models that return more than logits."""
     with SmallMaps():
         output = model(images)
-    logits = getattr(output, "logits", output)
+    logits = logits_in(output)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images):
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise InputError(f"The model returned {shape} for {len(images)} images; logits have to be (sample, class).")

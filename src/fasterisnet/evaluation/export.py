@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import FasterISNetError, InputError
-from fasterisnet.writing import replacing
+from fasterisnet.files import replacing
 
 Format = Literal["onnx", "pt2"]
 TOLERANCE = 1e-4

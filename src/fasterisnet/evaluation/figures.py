@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
+from fasterisnet.files import replacing
 from fasterisnet.losses import foreground_loss, prepare_masks
-from fasterisnet.writing import replacing
 
 if TYPE_CHECKING:
     import numpy as np

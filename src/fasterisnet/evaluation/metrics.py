@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.attention import background_mass, decisions, evaluating, highest_pixel_inside, logits_of
 from fasterisnet.losses import has_foreground
+from fasterisnet.losses.classification import classification_loss
+from fasterisnet.losses.masks import gathered_masks
 from fasterisnet.lrp.explain import explain
-from fasterisnet.methods.base import classification_loss, gathered_masks
 
 # Multiples of it fall evenly into [0, 1), in step with no order that samples may have.
 GOLDEN = 0.6180339887498949

@@ -1,33 +1,20 @@
-"""Losses on relevance: pure functions of heatmaps and masks, and the calibration of their range."""
+"""Losses on logits and on relevance: pure functions of tensors, and the calibration of their range."""
 
-from fasterisnet.losses.calibration import Range, Ranges, RunningMoments, range_from_moments, total_relevance
+from fasterisnet.losses.calibration import RunningMoments, range_from_moments, total_relevance
+from fasterisnet.losses.classification import classification_loss, is_multi_label
 from fasterisnet.losses.gwrp import gwrp
 from fasterisnet.losses.heatmap import (
     HeatmapLoss,
     HeatmapLossParts,
     background_loss,
-    deep_supervision_loss,
+    depth_shares,
     foreground_loss,
-    has_foreground,
     heatmap_loss,
-    prepare_masks,
-    resize_masks,
 )
+from fasterisnet.losses.masks import Masks, gathered_masks, has_foreground, prepare_masks, resize_masks
 
 __all__ = [
-    "HeatmapLoss",
-    "HeatmapLossParts",
-    "Range",
-    "Ranges",
-    "RunningMoments",
-    "background_loss",
-    "deep_supervision_loss",
-    "foreground_loss",
-    "gwrp",
-    "has_foreground",
-    "heatmap_loss",
-    "prepare_masks",
-    "range_from_moments",
-    "resize_masks",
-    "total_relevance",
-]
+    "HeatmapLoss", "HeatmapLossParts", "Masks", "RunningMoments", "background_loss", "classification_loss",
+    "depth_shares", "foreground_loss", "gathered_masks", "gwrp", "has_foreground",
+    "heatmap_loss", "is_multi_label", "prepare_masks", "range_from_moments", "resize_masks", "total_relevance",
+]  # fmt: skip

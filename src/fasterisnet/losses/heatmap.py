@@ -5,9 +5,7 @@ Heatmaps are laid out (sample, map, channel, space...), with any number of spati
 """
 
 import math
-import warnings
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses.gwrp import full_precision, gwrp
+from fasterisnet.losses.masks import prepare_masks
 
 Bound = float | Sequence[float] | Tensor
 Foreground = Literal["hybrid", "square"]
@@ -83,11 +82,10 @@ def heatmap_loss(
     return HeatmapLossParts(total, background, foreground_mean, *per_sample)
 
 
-def deep_supervision_loss(losses: Sequence[Tensor], decay: float = 0.7) -> Tensor:
-    """LRP Deep Supervision: GWRP over the losses of the supervised depths, so the worst depth counts most."""
-    if len(losses) == 0:
-        raise InputError("Deep supervision needs the loss of at least one depth, but none was given.")
-    return gwrp(torch.stack(tuple(losses), dim=-1), decay)
+def depth_shares(losses: Tensor, decay: float = 0.7) -> Tensor:
+    """LDS, LRP Deep Supervision: the weight of every depth's loss (depth,). GWRP: the worst depth counts most."""
+    ranked = decay ** torch.arange(len(losses), dtype=losses.dtype, device=losses.device)
+    return torch.empty_like(losses).scatter_(0, losses.argsort(descending=True), ranked / ranked.sum())
 
 
 class HeatmapLoss(nn.Module):
@@ -128,69 +126,6 @@ class HeatmapLoss(nn.Module):
         """Show the settings when printed."""
         names = ("c1", "c2", "decay", "w1", "w2", "e", "foreground")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def has_foreground(masks: Tensor) -> Tensor:
-    """One bool per sample: False for an empty mask, whose sample belongs in the classification loss only."""
-    return (masks != 0).flatten(1).any(dim=1)
-
-
-def prepare_masks(masks: Tensor, size: Sequence[int]) -> Tensor:
-    """Masks as bool (sample, channel, *size), whatever their dtype; resized with a warning if their size differs."""
-    if masks.ndim not in (len(size) + 1, len(size) + 2):
-        raise InputError(
-            f"Masks for heatmaps of size {tuple(size)} must have {len(size) + 1} dimensions (sample, space...) or "
-            f"{len(size) + 2} (sample, channel, space...), but they have shape {tuple(masks.shape)}."
-        )
-    masks = _binary(masks if masks.ndim == len(size) + 2 else masks.unsqueeze(1))
-    if masks.shape[2:] != tuple(size):
-        _warn_resized(tuple(masks.shape[2:]), tuple(size))
-        masks = resize_masks(masks, size)
-    return masks
-
-
-def resize_masks(masks: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize the last `len(size)` dimensions: shrinking keeps a cell foreground if any of its pixels is
-    (adaptive max pooling), enlarging repeats the nearest pixel.
-    """
-    if len(size) > masks.ndim or min(size, default=0) < 1:
-        raise InputError(f"Masks of shape {tuple(masks.shape)} cannot be resized to {tuple(size)}.")
-    resized = masks
-    for dim, new in zip(range(masks.ndim - len(size), masks.ndim), size, strict=True):
-        old = resized.shape[dim]
-        if new > old:
-            nearest = (2 * torch.arange(new, device=masks.device) + 1) * old // (2 * new)
-            resized = resized.index_select(dim, nearest)
-        elif new < old:
-            rows = resized.movedim(dim, -1)
-            pooled = nn.functional.adaptive_max_pool1d(rows.reshape(1, -1, old).float(), new)
-            resized = pooled.reshape(*rows.shape[:-1], new).movedim(-1, dim)
-    return resized.to(masks.dtype)
-
-
-def _binary(masks: Tensor) -> Tensor:
-    """Masks of 0 and 1, or of 0 and 255, as bool."""
-    if masks.dtype == torch.bool or masks.numel() == 0:
-        return masks.bool()
-    strange = (masks != 0) & (masks != (255 if (masks == 255).any() else 1))
-    if strange.any():
-        sample = int(strange.flatten(1).any(dim=1).nonzero()[0])
-        raise InputError(
-            "Masks must be binary, 0 for background and 1 (or everywhere 255) for foreground, but "
-            f"{strange.double().mean():.2%} of the pixels are neither, for example "
-            f"{masks[strange][0].item():g} in sample {sample}. Threshold them first: `masks >= 0.5`, "
-            "or `masks >= 128` for 8-bit images."
-        )
-    return masks != 0
-
-
-@cache
-def _warn_resized(old: tuple[int, ...], new: tuple[int, ...]) -> None:
-    warnings.warn(
-        f"Masks of size {old} were resized to {new}, the size of the heatmaps. If that is intended, call "
-        "`resize_masks` first; otherwise give images and masks the same transform. (Shown once.)",
-        stacklevel=2,
-    )
 
 
 def _aligned(masks: Tensor, heatmaps: Tensor) -> Tensor:

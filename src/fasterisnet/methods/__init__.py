@@ -1,15 +1,16 @@
 """Ways to train a classifier, one interface: `method.loss(model, images, labels, masks) -> Parts`."""
 
-from fasterisnet.methods.base import Parts, Standard, Step
+from fasterisnet.methods.base import METHODS, Method, Parts, Standard, Step, method_class, options_of, register_method
 from fasterisnet.methods.calibrate import calibrate
 from fasterisnet.methods.dual import Dual
 from fasterisnet.methods.grad_input import GradInput, SoftmaxGradInput
-from fasterisnet.methods.isnet import ISNet, normalised_box
+from fasterisnet.methods.isnet import ISNet
 from fasterisnet.methods.original import Original
+from fasterisnet.methods.ranges import Range, Ranges
 from fasterisnet.methods.selective import Selective
 from fasterisnet.methods.stochastic import Stochastic
 
 __all__ = [
-    "Dual", "GradInput", "ISNet", "Original", "Parts", "Selective", "SoftmaxGradInput", "Standard", "Step",
-    "Stochastic", "calibrate", "normalised_box",
+    "METHODS", "Dual", "GradInput", "ISNet", "Method", "Original", "Parts", "Range", "Ranges", "Selective",
+    "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "method_class", "options_of", "register_method",
 ]  # fmt: skip

@@ -11,10 +11,10 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fasterisnet.errors import InputError
-from fasterisnet.losses import Ranges, RunningMoments
+from fasterisnet.losses import RunningMoments
 from fasterisnet.methods.base import Standard, Step
 from fasterisnet.methods.isnet import ISNet
-from fasterisnet.methods.stochastic import Stochastic
+from fasterisnet.methods.ranges import Ranges
 
 Progress = Callable[[int, int, float], None]
 
@@ -88,7 +88,7 @@ def _shared(method: ISNet, samples: int, together: bool) -> float:
     """The weight of this process's mean in the batch of all; those that draw together are told of the whole."""
     counts: list[int] = [0] * distributed.get_world_size()
     distributed.all_gather_object(counts, samples)
-    if isinstance(method, Stochastic) and together:
+    if together:
         method.share = (method.share[0], sum(map(bool, counts)))
         method.batch = sum(counts)
     return samples * len(counts) / max(sum(counts), 1)

@@ -7,9 +7,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from fasterisnet.lrp.targets import Joint, Target
+from fasterisnet.methods.base import register_method
 from fasterisnet.methods.isnet import ISNet
 
 
+@register_method("dual")
 class Dual(ISNet):
     """Two joint maps over one forward pass, z+ and epsilon: cost independent of the number of classes.
 

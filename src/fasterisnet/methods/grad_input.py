@@ -7,10 +7,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from fasterisnet.lrp.targets import Probability, Target
+from fasterisnet.methods.base import register_method
 from fasterisnet.methods.isnet import ISNet
 from fasterisnet.methods.original import Original
 
 
+@register_method("grad-input")
 class GradInput(Original):
     """Ablation: Gradient*Input of every logit instead of LRP (paper: Gradient ISNet)."""
 
@@ -18,6 +20,7 @@ class GradInput(Original):
     uses_box: ClassVar[bool] = False
 
 
+@register_method("softmax-grad-input")
 class SoftmaxGradInput(ISNet):
     """Ablation: Gradient*Input of the highest softmax probability."""
 

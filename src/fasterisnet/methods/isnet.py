@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -12,50 +12,48 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError, NonFiniteError
-from fasterisnet.losses import Ranges, has_foreground, heatmap_loss, prepare_masks, resize_masks, total_relevance
-from fasterisnet.losses.calibration import Range
+from fasterisnet.losses import (
+    Masks,
+    classification_loss,
+    depth_shares,
+    gathered_masks,
+    has_foreground,
+    heatmap_loss,
+    is_multi_label,
+    prepare_masks,
+    resize_masks,
+    total_relevance,
+)
 from fasterisnet.losses.heatmap import Foreground
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.check import first_bad_layer
 from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Target
 from fasterisnet.lrp.trace import Trace
-from fasterisnet.methods.base import Masks, Parts, classification_loss, describe, gathered_masks, is_multi_label
+from fasterisnet.methods.base import Method, Parts
 from fasterisnet.methods.depths import supervised_depths
+from fasterisnet.methods.ranges import Range, Ranges
 
 Weight = float | Sequence[float] | Callable[[int], float]
-DEPTH_DECAY = 0.7
 PATIENCE = 10
 Terms = tuple[Tensor, Tensor, Tensor]
 
 
-def normalised_box(mean: Sequence[float], std: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The box that images of [0, 1] live in after `(x - mean)/std`: what zB has to know of the data."""
-    pairs = list(zip(mean, std, strict=True))
-    return [(0 - m) / s for m, s in pairs], [(1 - m) / s for m, s in pairs]
-
-
-def _depth_shares(losses: Tensor) -> Tensor:
-    """LDS, LRP Deep Supervision: the weight of every depth's loss. GWRP over them: the worst depth counts most."""
-    ranked = DEPTH_DECAY ** torch.arange(len(losses), dtype=losses.dtype, device=losses.device)
-    return torch.empty_like(losses).scatter_(0, losses.argsort(descending=True), ranked / ranked.sum())
-
-
-class ISNet(ABC):
+class ISNet(Method):
     """`L = (1-P) L_C + P L_LRP` (paper: heatmapLoss), with maps chosen by the variant.
 
     heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP. background_weight,
     foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first
     layer (see `normalised_box`), None for no zB. ranges: C1 and C2, from `calibrate`, or one pair for all maps.
     deep_supervision: False, True (depths found by themselves, see `depths`) or names of modules. generator: for
-    reproducible draws; processes with the same one that each take `batch[rank::processes]` can say so in `share`,
-    (rank, processes), and then draw what one process would.
+    reproducible draws; see `Method` for those of several processes.
     """
 
     default_weight: ClassVar[float] = 0.9
     rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
     uses_box: ClassVar[bool] = True
-    multi_label: ClassVar[bool] = True
+    needs_masks: ClassVar[bool] = True
+    needs_ranges: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,8 +80,6 @@ class ISNet(ABC):
         self.deep_supervision = deep_supervision
         self.foreground: Foreground = foreground
         self.generator = generator
-        self.share: tuple[int, int] = (0, 1)
-        self.epoch = 0
         self.skipped = self._skipped_in_a_row = 0
         self._check()
 
@@ -126,9 +122,13 @@ class ISNet(ABC):
             return float(self.heatmap_weight[min(self.epoch, len(self.heatmap_weight) - 1)])
         return float(self.heatmap_weight)
 
+    def combine(self, classification: Any, heatmap: Any) -> Any:
+        """`(1-P) L_C + P L`."""
+        return (1 - self.weight) * classification + self.weight * heatmap
+
     def set_epoch(self, epoch: int) -> None:
         """Tells the schedule of P which epoch it is."""
-        self.epoch = epoch
+        super().set_epoch(epoch)
         self._check()
 
     def depths(self, model: nn.Module, images: Tensor) -> list[str]:
@@ -156,7 +156,7 @@ class ISNet(ABC):
             self._check_labels(logits, labels)
             classification = classification_loss(logits, labels)
             background, foreground, heatmap = self._heatmap_terms(trace, mask, include, model)
-        total = (1 - self.weight) * classification + self.weight * heatmap
+        total = self.combine(classification, heatmap)
         parts = Parts(
             total, classification, background, foreground, heatmap, len(images),
             without_mask=int((~include).sum()), logits=logits.detach(),
@@ -226,7 +226,7 @@ class ISNet(ABC):
             small = mask if depth == "input" else resize_masks(mask.amax(1, keepdim=True), m.shape[3:])
             losses.append(heatmap_loss(m, small, c1, c2, include=include, **settings))
         totals = torch.stack([loss.total for loss in losses])
-        shares = _depth_shares(totals.detach())
+        shares = depth_shares(totals.detach())
         background = torch.stack([loss.background for loss in losses])
         foreground = torch.stack([loss.foreground for loss in losses])
         return (shares * background).sum(), (shares * foreground).sum(), (shares * totals).sum()
@@ -278,9 +278,3 @@ class ISNet(ABC):
         parts.total = torch.stack(zeros).nan_to_num().sum() if zeros else parts.total.detach() * 0
         parts.skipped = True
         return parts
-
-    def __repr__(self) -> str:
-        return describe(
-            self, heatmap_weight=self.heatmap_weight, decay=self.decay, background_weight=self.background_weight,
-            foreground_weight=self.foreground_weight, box=self.box, deep_supervision=self.deep_supervision,
-        )  # fmt: skip

@@ -13,9 +13,11 @@ from fasterisnet.lrp import rules
 from fasterisnet.lrp.explain import relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Logit, Target
 from fasterisnet.lrp.trace import Trace
+from fasterisnet.methods.base import register_method
 from fasterisnet.methods.isnet import ISNet, Terms
 
 
+@register_method("original")
 class Original(ISNet):
     """One LRP-epsilon map for every class (paper: isnetOriginal).
 

@@ -7,9 +7,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from fasterisnet.lrp.targets import EtaOfLowest, Target
+from fasterisnet.methods.base import register_method
 from fasterisnet.methods.isnet import ISNet
 
 
+@register_method("selective")
 class Selective(ISNet):
     """One map a sample: eta, the bounded log odds, of its least likely class (paper: SelectiveISNet)."""
 

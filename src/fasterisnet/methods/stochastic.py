@@ -6,18 +6,16 @@ import torch
 from torch import Tensor
 
 from fasterisnet.lrp.targets import Logit, Target
+from fasterisnet.methods.base import register_method
 from fasterisnet.methods.isnet import ISNet
 
 
+@register_method("stochastic")
 class Stochastic(ISNet):
     """One map a sample: its highest logit with probability 1/2, each of the others with 1/(2(C-1)).
 
-    batch: samples of the present batch over all processes of `share`; None if each of them has as many as this one.
-
     Paper: StochasticISNet.
     """
-
-    batch: int | None = None
 
     def targets(self, logits: Tensor) -> list[tuple[str, Target]]:
         return [("epsilon", Logit(self.draw(logits)))]

@@ -1,6 +1,6 @@
 """Classifiers by name: torchvision's, timm's, your own, and a small one for demos."""
 
-from fasterisnet.models.building import build_model, check_trust, model_names, names_code
+from fasterisnet.models.factory import build_model, check_trust, model_names, names_code
 from fasterisnet.models.small import small_network
 from fasterisnet.models.weights import Transfer, load_weights, transfer
 

@@ -6,72 +6,41 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 
-from fasterisnet.data.preparing import random_stream
+from fasterisnet.data.loader import Epochs, LoadingError
+from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
-from fasterisnet.losses import Ranges
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import ISNet, calibrate
+from fasterisnet.methods.ranges import Ranges
 from fasterisnet.models import build_model, check_trust
-from fasterisnet.training import fingerprint
-from fasterisnet.training.batches import Epochs, LoadingError
-from fasterisnet.training.checks import check_method, check_model, check_options
-from fasterisnet.training.claim import Claim
-from fasterisnet.training.config import Config
-from fasterisnet.training.digest import digest
-from fasterisnet.training.examining import examine_data
-from fasterisnet.training.launching import all_in_one_boat, start_fabric
-from fasterisnet.training.measuring import validate, watch
-from fasterisnet.training.method import build_method, build_optimizer, preparation_of
-from fasterisnet.training.placing import CALIBRATION, TRAINING, WEIGHTS, Place
-from fasterisnet.training.report import write_report
-from fasterisnet.training.run import Card, Row, Run
-from fasterisnet.training.schedule import learning_rate
-from fasterisnet.training.splits import Splits
-from fasterisnet.training.step import SUMS, LoggedStep, averages
-from fasterisnet.training.watching import Board, Watcher
+from fasterisnet.runs import fingerprint
+from fasterisnet.runs.card import Card
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.fingerprint import digest
+from fasterisnet.runs.folder import Row, Run
+from fasterisnet.runs.inputs import preparation_of
+from fasterisnet.runs.lock import Claim
+from fasterisnet.runs.report import write_report
+from fasterisnet.training.console import Board, Watcher
+from fasterisnet.training.data import Splits, examine_data
+from fasterisnet.training.distributed import CALIBRATION, TRAINING, WEIGHTS, Place, all_in_one_boat, start_fabric
+from fasterisnet.training.setup import (
+    build_method,
+    build_optimizer,
+    check_method,
+    check_model,
+    check_options,
+    learning_rate,
+)
+from fasterisnet.training.state import Progress
+from fasterisnet.training.step import SUMS, LoggedStep, averages, validate, watch
 
 PATIENCE = 10
-
-
-@dataclass
-class Progress:
-    """Where a run is."""
-
-    epoch: int = 0
-    batch: int = 0
-    updates: int = 0
-    best_loss: float = math.inf
-    best_epoch: int = -1
-    skipped: int = 0
-    in_a_row: int = 0
-    finished: bool = False
-    seconds: float = 0.0
-    rows: list[Row] = field(default_factory=list)
-
-    def check(self, config: Config, batches: int) -> None:
-        """Raises a ValueError for what no run of these options can have come to."""
-        counts = (self.epoch, self.batch, self.updates, self.skipped, self.in_a_row, self.best_epoch + 1)
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise ValueError("a count is not a number from 0 on")
-        if not all(type(value) in (int, float) for value in (self.best_loss, self.seconds)):
-            raise ValueError("a loss or time is not a number")
-        if self.epoch > config.epochs or self.batch > batches or self.best_epoch >= max(self.epoch, 1):
-            raise ValueError(f"epoch {self.epoch + 1}, batch {self.batch} of {batches} does not exist in this run")
-        if self.updates > (self.epoch + 1) * batches:
-            raise ValueError(f"{self.updates} updates are more than there can have been")
-        if not isinstance(self.rows, list) or len(self.rows) != self.epoch:
-            raise ValueError(f"there have to be {self.epoch} rows of the log")
-        ended = self.epoch == config.epochs
-        if type(self.finished) is not bool or (
-            self.finished != ended and not (self.finished and config.early_stopping)
-        ):
-            raise ValueError(f"after {self.epoch} of {config.epochs} epochs it says finished = {self.finished!r}")
 
 
 class Training:
@@ -94,10 +63,9 @@ class Training:
         check_model(config, model, len(self.source.classes))
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
-        self.method = build_method(config, self.preparation)
+        self.method = build_method(config)
         check_method(config, self.method, model, self.source)
-        if isinstance(self.method, ISNet):
-            self.method.generator, self.method.share = torch.Generator(), self.place.share
+        self.method.generator, self.method.share = torch.Generator(), self.place.share
         self.state = state
         self.data = self._fingerprint()
         self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
@@ -296,7 +264,7 @@ class Training:
                     and progress.batch < batches
                 ):
                     self.save()
-            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.step.module.weight))
+            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.method))
 
     def _update(self) -> None:
         """One step of SGD, left out if a gradient is not finite; many such in a row end the run."""
@@ -325,7 +293,7 @@ class Training:
         progress, config = self.progress, self.config
         total = self.earlier + self.place.added(self.sums)
         named = dict(zip(SUMS, total.tolist(), strict=True))
-        trained = averages(total, "train", self.step.module.weight)
+        trained = averages(total, "train", self.method)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
@@ -356,7 +324,7 @@ class Training:
                 self.board.log(progress.epoch, {**row, "waiting": waiting})
         self.save()
         masks = named["with_mask"] / max(named["samples"], 1)
-        missing = f", masks {masks:.0%}" if masks < 1 and isinstance(self.method, ISNet) else ""
+        missing = f", masks {masks:.0%}" if masks < 1 and self.method.needs_masks else ""
         self.say(
             f"epoch {progress.epoch}/{config.epochs}  train {row['train_loss']:.4f} (classification "
             f"{row['train_classification']:.4f}, background {row['train_background']:.3f}, foreground "
@@ -434,4 +402,5 @@ def _finish(training: Training, run: Run, trust: bool) -> None:
             training.save()
         training.fit()
     if fabric.is_global_zero and run.report is None:
-        write_report(run, training.splits, training.say, fabric.device, trust=trust)
+        splits = training.splits
+        write_report(run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust)

@@ -1,14 +1,19 @@
-"""One batch, and what the log wants to know of it."""
+"""One batch, what the log wants to know of it, and what is measured after an epoch."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from fasterisnet.methods import ISNet, Step
-from fasterisnet.methods.base import Masks
+from fasterisnet.data.loader import Loader
+from fasterisnet.evaluation.attention import logits_of
+from fasterisnet.losses.masks import Masks
+from fasterisnet.methods import Method, Step
 from fasterisnet.methods.calibrate import zero_loss
-from fasterisnet.training.run import Row
+from fasterisnet.runs.folder import Row
+from fasterisnet.training.distributed import VALIDATION, Place
 
 PARTS = ("classification", "background", "foreground")
 SUMS = (*PARTS, "heatmap", "correct", "samples", "with_mask", "skipped")
@@ -16,11 +21,6 @@ SUMS = (*PARTS, "heatmap", "correct", "samples", "with_mask", "skipped")
 
 class LoggedStep(Step):
     """A step that returns the loss to train, and sums for the log instead of averages."""
-
-    @property
-    def weight(self) -> float:
-        """P in the current epoch."""
-        return self.method.weight if isinstance(self.method, ISNet) else 0.0
 
     def forward(
         self, images: Tensor, labels: Tensor, masks: Masks = None, shares: tuple[float, float] = (1.0, 1.0)
@@ -40,7 +40,7 @@ class LoggedStep(Step):
         counts = (correct(parts.logits, labels), parts.samples, masked, int(parts.skipped))
         total = parts.total
         if shares != (1.0, 1.0) and not parts.skipped:
-            total = (1 - self.weight) * shares[0] * parts.classification + self.weight * shares[1] * parts.heatmap
+            total = self.method.combine(shares[0] * parts.classification, shares[1] * parts.heatmap)
         return total, torch.cat([sums, torch.tensor(counts, dtype=torch.float64)])
 
 
@@ -51,10 +51,43 @@ def correct(logits: Tensor, labels: Tensor) -> int:
     return int((logits.argmax(1) == labels).sum())
 
 
-def averages(sums: Tensor, prefix: str, weight: float) -> Row:
+def averages(sums: Tensor, prefix: str, method: Method) -> Row:
     """Sums as the means of the log: classification over all samples, the rest over those with a mask."""
     named = dict(zip(SUMS, sums.tolist(), strict=True))
     samples, masked = max(named["samples"], 1), max(named["with_mask"], 1)
     means = {key: named[key] / (samples if key == "classification" else masked) for key in (*PARTS, "heatmap")}
-    row: Row = {f"{prefix}_loss": (1 - weight) * means["classification"] + weight * means["heatmap"]}
+    row: Row = {f"{prefix}_loss": method.combine(means["classification"], means["heatmap"])}
     return {**row, **{f"{prefix}_{key}": means[key] for key in PARTS}, f"{prefix}_accuracy": named["correct"] / samples}
+
+
+def validate(place: Place, step: LoggedStep, loader: Loader) -> Row:
+    """The method's own loss, with the same draws and the same (last) P after every epoch."""
+    place.agree(step.model)
+    step.method.set_epoch(place.config.epochs - 1)
+    step.model.eval()
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    with torch.no_grad(), place.fabric.autocast():
+        for i, batch in enumerate(loader.epoch(0)):
+            place.seed(step.method, VALIDATION, 0, i)
+            place.draws(step.method, *loader.batches.shared(i))
+            sums = sums + step(*place.moved(*batch))[1].cpu()
+    total = place.added(sums)
+    row = averages(total, "val", step.method)
+    broken = total[SUMS.index("skipped")] > 0  # relevance was not finite: such a network is not the best
+    return {**row, "val_loss": math.inf} if broken and not math.isnan(row["val_loss"]) else row
+
+
+def watch(place: Place, model: torch.nn.Module, loaders: dict[str, Loader]) -> Row:
+    """Accuracy on the watched splits: for curves, never for choosing."""
+    model.eval()
+    return {f"{name}_accuracy": _accuracy(place, model, loader) for name, loader in loaders.items()}
+
+
+def _accuracy(place: Place, model: torch.nn.Module, loader: Loader) -> float:
+    counts: Tensor = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad(), place.fabric.autocast():
+        for batch in loader.epoch(0):
+            images, labels, _ = place.moved(*batch)
+            counts = counts + torch.tensor([correct(logits_of(model, images), labels), len(labels)])
+    right, samples = place.added(counts).tolist()
+    return right / samples

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.models import build_model, load_weights
@@ -42,7 +42,7 @@ def known_classes(text: str) -> tuple[list[str], bool] | None:
     """The classes that a run was trained on, and whether it has several labels an image; None of anything else."""
     if not _is_run(text):
         return None
-    from fasterisnet.training.run import Run
+    from fasterisnet.runs.folder import Run
 
     card = Run(text).load_weights()[1]
     return card.classes, card.multi_label
@@ -79,7 +79,7 @@ def logits_of_nothing(_: Tensor) -> Tensor:
 
 
 def _run(text: str, device: torch.device, trust: bool) -> Subject:
-    from fasterisnet.training.run import Run
+    from fasterisnet.runs.folder import Run
 
     model, card = Run(text).load_model(trust=trust)
     prepare = replace(card.prepare, augmentation="none")

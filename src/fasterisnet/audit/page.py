@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fasterisnet.audit.verdict import BOUND, FREE, TOLERANCE
 from fasterisnet.data.base import Label, Samples
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.preparation import Preparation
 from fasterisnet.evaluation.alterations import TESTS, altered
 from fasterisnet.evaluation.attention import decisions
 from fasterisnet.evaluation.causal import MODEL_ERRORS
 from fasterisnet.evaluation.explainers import heatmaps
 from fasterisnet.evaluation.figures import overlay, with_outline
-from fasterisnet.evaluation.verdict import BOUND, FREE, TOLERANCE
 
 if TYPE_CHECKING:
-    from fasterisnet.evaluation.examining import Examined
+    from fasterisnet.audit.examination import Examined
 
 ROOM = 3_500_000  # characters of pictures; rows of the gallery that do not fit are left out
 SHARP = 30_000  # bytes; larger pictures are photographs, and JPEG is good enough for them

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from fasterisnet.data.base import BadImageError, Samples
-from fasterisnet.data.decoding import readable
-from fasterisnet.data.preparing import Key, Preparation, Prepared, random_stream
+from fasterisnet.data.pictures import readable
+from fasterisnet.data.preparation import Key, Preparation, Prepared, random_stream
 from fasterisnet.errors import FasterISNetError, InputError, UsageError
 
 Sample = tuple[Tensor, Tensor, Tensor]

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
-from fasterisnet.data.decoding import is_image_name, stem_of
-from fasterisnet.data.reading import Reader
+from fasterisnet.data.pictures import is_image_name, stem_of
+from fasterisnet.data.reader import Reader
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_figure
 from fasterisnet.lrp.explain import explain
-from fasterisnet.training.config import nearest
-from fasterisnet.training.report import viewable
-from fasterisnet.training.run import Run
+from fasterisnet.lrp.logits import logits_in
+from fasterisnet.runs.config import nearest
+from fasterisnet.runs.report import viewable
+from fasterisnet.runs.folder import Run
 
 
 def explain_files(
@@ -43,7 +44,7 @@ def explain_files(
             prepared, outline = card.prepare(Reader(window=card.prepare.window).image(path), mask)
             batch = prepared.unsqueeze(0)
             with torch.no_grad():
-                logits = model(batch)[0]
+                logits = logits_in(model(batch))[0]
             chosen = int(logits.argmax()) if target is None else _index(target, card.classes)
             label = _unique(name, maps)
             maps[label] = explain(model, batch, chosen, rule=rule, box=card.box if rule == "epsilon" else None)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fasterisnet.data.base import Samples
 from fasterisnet.data.boxes import boxes_to_mask
-from fasterisnet.data.decoding import SIXTEEN_BITS, Picture, is_image_name, read_bytes, readable, stem_of
 from fasterisnet.data.folder import BOXES, MASKS, Finding, Listing, looked_for, size_mismatch
 from fasterisnet.data.manifest import Record
 from fasterisnet.data.masks import CLEAR, listed
-from fasterisnet.data.reading import Reader, kind_of
+from fasterisnet.data.pictures import SIXTEEN_BITS, Picture, is_image_name, read_bytes, readable, stem_of
+from fasterisnet.data.reader import Reader, kind_of
 from fasterisnet.errors import InputError
 
 AT_ONCE = 4096

@@ -12,9 +12,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from fasterisnet.data.base import Samples
-from fasterisnet.data.decoding import Window
+from fasterisnet.data.pictures import Window
 from fasterisnet.errors import InputError
-from fasterisnet.methods import normalised_box
+from fasterisnet.lrp.box import normalised_box
 
 Augmentation = Literal["none", "flip", "crop", "xray"]
 Fit = Literal["stretch", "pad"]

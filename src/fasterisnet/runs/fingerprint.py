@@ -5,7 +5,6 @@ edited or encoded anew differs in one of them, and a copy of the data elsewhere 
 """
 
 from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable
@@ -14,10 +13,8 @@ from dataclasses import fields
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
-
 import torch
 from torch import Tensor
-
 from fasterisnet.data.base import Samples, Source, Subset
 from fasterisnet.data.biased import MarkedPictures
 from fasterisnet.data.dogs import Dogs
@@ -25,7 +22,8 @@ from fasterisnet.data.files import Files
 from fasterisnet.data.folder import FolderSamples
 from fasterisnet.data.sources import KINDS, parts_of
 from fasterisnet.data.xray import Xrays
-from fasterisnet.training.config import Config
+from fasterisnet.runs.config import Config
+
 
 END = 4096  # bytes of a file that are looked at on either side
 SIZE = 8  # bytes of a hash
@@ -187,3 +185,27 @@ def _ends(path: str | Path, start: int = 0, size: int | None = None) -> bytes:
 
 def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=SIZE).digest()
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over every number, text and tensor in dicts, lists and tuples."""
+    found = hashlib.sha256()
+    _add(found, value)
+    return found.hexdigest()
+
+
+def _add(found: Any, value: Any) -> None:
+    if isinstance(value, dict):
+        found.update(f"dict {len(value)};".encode())
+        for key, inner in value.items():
+            _add(found, key)
+            _add(found, inner)
+    elif isinstance(value, list | tuple):
+        found.update(f"list {len(value)};".encode())
+        for inner in value:
+            _add(found, inner)
+    elif isinstance(value, Tensor):
+        found.update(f"{value.dtype} {tuple(value.shape)};".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    else:
+        found.update(f"{type(value).__name__} {value!r};".encode("utf-8", "surrogatepass"))

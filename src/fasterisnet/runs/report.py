@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples, Source, readable_part
-from fasterisnet.data.decoding import readable
+from fasterisnet.data.pictures import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
 from fasterisnet.lrp.explain import explain
-from fasterisnet.training.batches import PATIENCE, Loader
-from fasterisnet.training.run import Card, Run
-from fasterisnet.writing import file_name, write_text
-
-if TYPE_CHECKING:  # what trains needs Lightning, what reads a run does not
-    from fasterisnet.training.splits import Splits
+from fasterisnet.methods import method_class
+from fasterisnet.data.loader import PATIENCE, Loader
+from fasterisnet.runs.card import Card
+from fasterisnet.runs.folder import Run
+from fasterisnet.files import file_name, write_text
 
 SHOWN = 4
 
@@ -45,6 +45,16 @@ def metrics_of(
         model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
         share=min(1.0, explained / len(samples)) if explained else 1.0, device=device,
     )  # fmt: skip
+
+
+@dataclass
+class Tests:
+    """Metrics and samples by split, and which images and whole splits could not be read."""
+
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[str, Samples] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
 
 def own_classes(data: str, card: Card) -> dict[str, Any]:
@@ -75,30 +85,54 @@ def cell(text: str) -> str:
     return readable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
+def measured_splits(
+    model: torch.nn.Module,
+    card: Card,
+    splits: Mapping[str, Samples],
+    say: Callable[[str], None],
+    *,
+    skip_bad: bool = False,
+    **settings: Any,
+) -> Tests:
+    """The metrics of every split; settings: of `metrics_of`. skip_bad: images that cannot be read are left out."""
+    tests = Tests()
+    for name, samples in splits.items():
+        usable, problems = readable_part(samples, settings.get("workers", 0)) if skip_bad else (samples, [])
+        tests.bad += problems
+        if len(usable) == 0:
+            say(f"{readable(name)}: none of its images can be read, so there is no test.")
+            tests.unreadable.append(name)
+            continue
+        tests.samples[name] = usable
+        tests.results[name] = metrics_of(model, card, usable, name=name, **settings)
+    return tests
+
+
 def write_report(
-    run: Run, splits: Splits, say: Callable[[str], None], device: Any = None, *, trust: bool = False
+    run: Run,
+    source: Source,
+    training_samples: int,
+    bad: Sequence[str],
+    say: Callable[[str], None],
+    device: Any = None,
+    *,
+    trust: bool = False,
 ) -> None:
-    """report.json and report.md with every test split, and heatmaps.png of a few samples of each."""
+    """report.json and report.md with every test split, and heatmaps.png of a few samples of each.
+
+    bad: what is known of images that could not be read.
+    """
     config = run.config
     model, card = run.load_model(trust=trust)
-    check_classes(card, splits.source)
+    check_classes(card, source)
     model = model.to(device) if device is not None else model
-    tests = {name: s for name, s in splits.source.splits.items() if name not in ("train", config.validation)}
-    bad = list(splits.bad)
-    if config.on_bad_image == "skip":
-        for name, samples in tests.items():
-            tests[name], problems = readable_part(samples, config.workers)
-            bad += problems
-    unreadable = [name for name, samples in tests.items() if len(samples) == 0]
-    results = {}
-    for name, samples in tests.items():
-        if name in unreadable:
-            say(f"{name}: none of its images can be read, so there is no test.")
-            continue
-        results[name] = metrics_of(
-            model, card, samples, name=name, batch=config.batch, workers=config.workers, explained=config.explained,
-            timeout=config.loader_timeout, device=device,
-        )  # fmt: skip
+    tests = measured_splits(
+        model, card, {name: s for name, s in source.splits.items() if name not in ("train", config.validation)}, say,
+        skip_bad=config.on_bad_image == "skip", batch=config.batch, workers=config.workers, explained=config.explained,
+        timeout=config.loader_timeout, device=device,
+    )  # fmt: skip
+    results, bad = tests.results, [*bad, *tests.bad]
+    for name, samples in tests.samples.items():
         shown = (f"{key} {_shown(results[name][key])}" for key in ("accuracy", "macro_f1", "macro_auc"))
         say(f"{name}: {', '.join(shown)}")
         picture(run, model, card, samples, f"heatmaps-{file_name(name)}.png", device)
@@ -109,12 +143,12 @@ def write_report(
         *masks_line(run),
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
-        *[f"The split {cell(name)} has no image that can be read; it was not tested." for name in unreadable],
+        *[f"The split {cell(name)} has no image that can be read; it was not tested." for name in tests.unreadable],
         "",
         table(results),
     ]
     write_text(run.path("report.md"), "\n".join(lines) + "\n")
-    facts = {"epoch": card.epoch, "training_samples": splits.training_samples, "skipped_images": bad}
+    facts = {"epoch": card.epoch, "training_samples": training_samples, "skipped_images": bad}
     run.write_json("report.json", {**facts, "tests": results})
 
 
@@ -127,7 +161,7 @@ def masks_line(run: Run) -> list[str]:
         return []
     share = f" {run.config.mask_share:.0%} of them were used." if run.config.mask_share < 1 else ""
     line = f"Training images with a usable mask: {usable:,} of {images:,} ({usable / max(images, 1):.0%}).{share}"
-    return [line] if run.config.method != "standard" else []
+    return [line] if method_class(run.config.method).needs_masks else []
 
 
 def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:

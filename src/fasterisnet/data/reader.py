@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fasterisnet.data import medical
 from fasterisnet.data.base import BadImageError
-from fasterisnet.data.decoding import AnyPath, Picture, Window, as_image, decode_picture, read_bytes, readable, shown
-from fasterisnet.data.decoding import suffix_of as image_suffix
 from fasterisnet.data.masks import StoredMask, chosen_labels, decode_mask, judged
+from fasterisnet.data.pictures import AnyPath, Picture, Window, as_image, decode_picture, read_bytes, readable, shown
+from fasterisnet.data.pictures import suffix_of as image_suffix
 from fasterisnet.errors import FasterISNetError, InputError
 
 Result = TypeVar("Result")

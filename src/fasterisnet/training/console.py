@@ -11,8 +11,8 @@ from lightning.fabric.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fasterisnet.data.decoding import readable
-from fasterisnet.training.run import Row
+from fasterisnet.data.pictures import readable
+from fasterisnet.runs.folder import Row
 
 
 class Watcher:

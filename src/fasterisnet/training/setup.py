@@ -1,21 +1,72 @@
-"""What can be known to go wrong before a training begins."""
+"""What a run needs before it begins: its method, optimiser and rates, and checks of what can be known to go wrong."""
 
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fasterisnet.data.base import Samples, Source
-from fasterisnet.data.decoding import readable
+from fasterisnet.data.loader import check_workers
+from fasterisnet.data.pictures import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
-from fasterisnet.methods import ISNet, Standard
-from fasterisnet.training.batches import check_workers
-from fasterisnet.training.config import Config
-from fasterisnet.training.method import preparation_of
+from fasterisnet.lrp.logits import logits_in
+from fasterisnet.methods import Method, method_class, options_of
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.inputs import preparation_of
+
+
+def method_options(config: Config) -> dict[str, Any]:
+    """What the options of a run say to methods, by the names that methods know them under."""
+    found = {option.metadata["argument"]: getattr(config, option.name) for option in fields(config)}
+    found.pop("")
+    return {
+        **found,
+        "box": preparation_of(config).box if config.zb else None,
+        "maps_at_once": config.maps_at_once or None,
+    }
+
+
+def build_method(config: Config) -> Method:
+    """The method a run asks for; C1 and C2 are still missing."""
+    kind, options = method_class(config.method), method_options(config)
+    return kind(**{name: options[name] for name in options_of(kind) if name in options})
+
+
+def check_method_options(config: Config) -> None:
+    """Options that would change nothing, because the method does not have them, are no mistake to be silent about."""
+    taken = options_of(method_class(config.method))
+    for option in fields(config):
+        argument, value = option.metadata["argument"], getattr(config, option.name)
+        if argument and argument not in taken and value != option.default:
+            raise UsageError(f"{option.name} is {value!r}, but the method {config.method} has no such option.")
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """What updates the weights; momentum is SGD's."""
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **common)
+    return torch.optim.SGD(model.parameters(), momentum=config.momentum, **common)
+
+
+def learning_rate(config: Config, done: int, total: int) -> float:
+    """The rate of the next update: a function of how many are done."""
+    share = done / max(total, 1)
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * share)) / 2
+    if config.schedule == "onecycle":  # up from 1/25 for the first 30 %, then down to nothing
+        rising = share < 0.3
+        low, high = (config.lr / 25, config.lr) if rising else (config.lr / 25e4, config.lr)
+        part = share / 0.3 if rising else (1 - share) / 0.7
+        return low + (high - low) * (1 - math.cos(math.pi * part)) / 2
+    return config.lr
 
 
 def check_options(config: Config) -> None:
@@ -24,6 +75,7 @@ def check_options(config: Config) -> None:
         raise UsageError(
             f"heatmap_weight has {len(config.heatmap_weight)} numbers for {config.epochs} epochs; give one for each."
         )
+    check_method_options(config)
     check_workers(config.workers)
     folder = Path(config.data)
     if is_own(config.data) and folder.is_dir() and Path(config.out).resolve().is_relative_to(folder.resolve()):
@@ -83,7 +135,7 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
         raise UsageError(
             f"The model {config.model} cannot take images of {config.size} px with {config.channels} channels: {error}"
         ) from error
-    shape = tuple(getattr(output, "logits", output).shape)
+    shape = tuple(logits_in(output).shape)
     if shape != (1, classes):
         raise UsageError(f"The model {config.model} has outputs of shape {shape}; it has to be (batch, {classes}).")
     model.train()
@@ -96,9 +148,9 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
         ) from error
 
 
-def check_method(config: Config, method: ISNet | Standard, model: nn.Module, source: Source) -> None:
+def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> None:
     """What the first step after the calibration would find out."""
-    if isinstance(method, ISNet) and source.multi_label and not method.multi_label:
+    if source.multi_label and not method.multi_label:
         raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
     known = dict(model.named_modules())
     for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:

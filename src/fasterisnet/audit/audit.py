@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasterisnet.audit.examination import Examined, Pictures, Settings, examine, groups_of
+from fasterisnet.audit.subjects import Subject, known_classes, open_subject
+from fasterisnet.audit.verdict import BOUND, FREE, TOLERANCE
 from fasterisnet.data.base import Samples, Source, Subset, readable_part
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import FasterISNetError, InputError, UsageError
 from fasterisnet.evaluation.causal import rights
 from fasterisnet.evaluation.comparison import compare
-from fasterisnet.evaluation.examining import Examined, Pictures, Settings, examine, groups_of
 from fasterisnet.evaluation.intervals import Groups, as_json
-from fasterisnet.evaluation.subjects import Subject, known_classes, open_subject
-from fasterisnet.evaluation.verdict import BOUND, FREE, TOLERANCE
-from fasterisnet.writing import write_text
+from fasterisnet.files import write_text
 
 Say = Callable[[str], None]
 
@@ -39,7 +39,7 @@ def audit(
     """Examine one classifier or several on the same images; writes audit.json and audit.html into `out`, and returns
     what is in the JSON. prepare: how images become the input of classifiers that are no runs.
     """
-    from fasterisnet.evaluation.page import page
+    from fasterisnet.audit.page import page
 
     settings = settings or Settings()
     source, split = _data(models, data, split, settings.seed)

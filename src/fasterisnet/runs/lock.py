@@ -7,7 +7,7 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from fasterisnet.writing import remove_leftovers
+from fasterisnet.files import remove_leftovers
 
 try:
     import fcntl

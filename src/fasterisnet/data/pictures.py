@@ -19,7 +19,7 @@ from torch import Tensor
 from fasterisnet.data.base import BadImageError
 from fasterisnet.data.medical import DICOM_SUFFIXES, NIFTI_SUFFIXES, Pixels
 from fasterisnet.errors import InputError
-from fasterisnet.reading import read_file
+from fasterisnet.files import read_file
 
 AnyPath = str | os.PathLike[str]
 Window = tuple[float, float] | Literal["auto"]

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from fasterisnet.errors import UsageError
-from fasterisnet.reading import read_file
+from fasterisnet.files import read_file
+from fasterisnet.methods import METHODS
 
 Check = Callable[[Any], Any]
-METHODS = ("standard", "original", "dual", "selective", "stochastic", "grad-input", "softmax-grad-input")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 MOST = 2**53  # of anything that is counted
 LONGEST = 2**20  # bytes of a file of options
@@ -162,9 +162,9 @@ def pretrained(value: Any) -> bool | str:
     raise ValueError("true, false or a .safetensors or .pt file")
 
 
-def _option(default: Any, check: Check, explanation: str, *, rare: bool = False) -> Any:
-    """rare: not shown in the command's short help."""
-    metadata = {"check": check, "help": explanation, "rare": rare}
+def _option(default: Any, check: Check, explanation: str, *, rare: bool = False, argument: str = "") -> Any:
+    """rare: not shown in the command's short help. argument: what a method that takes this option calls it."""
+    metadata = {"check": check, "help": explanation, "rare": rare, "argument": argument}
     return field(default_factory=lambda: list(default), metadata=metadata) if isinstance(default, list) else field(
         default=default, metadata=metadata
     )  # fmt: skip
@@ -175,9 +175,7 @@ class Config:
     """A training run."""
 
     data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
-    method: str = _option(
-        "stochastic", one_of(*METHODS), "standard, original, dual, selective, stochastic, grad-input, ..."
-    )
+    method: str = _option("stochastic", one_of(*METHODS), ", ".join(METHODS))
     model: str = _option("resnet50", text, "name in torchvision or timm, small, or package.module:function")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
@@ -204,16 +202,16 @@ class Config:
         0.2, number(0.001, 0.9), "share of train held out if there is no validation split", rare=True
     )
 
-    heatmap_weight: Any = _option(None, weight, "P, a number or a list over epochs (the paper's)")
-    decay: float = _option(0.9, number(0, 1), "d of GWRP in the background loss")
-    background_weight: float = _option(1.0, number(), "w1", rare=True)
-    foreground_weight: float = _option(1.0, number(), "w2", rare=True)
-    e: float = _option(1.0, number(1e-12), "E of the background loss", rare=True)
-    epsilon: float = _option(0.01, number(1e-12), "stabiliser of LRP", rare=True)
+    heatmap_weight: Any = _option(None, weight, "P, a number or a list over epochs (the paper's)", argument="heatmap_weight")
+    decay: float = _option(0.9, number(0, 1), "d of GWRP in the background loss", argument="decay")
+    background_weight: float = _option(1.0, number(), "w1", rare=True, argument="background_weight")
+    foreground_weight: float = _option(1.0, number(), "w2", rare=True, argument="foreground_weight")
+    e: float = _option(1.0, number(1e-12), "E of the background loss", rare=True, argument="e")
+    epsilon: float = _option(0.01, number(1e-12), "stabiliser of LRP", rare=True, argument="epsilon")
     mask_share: float = _option(1.0, number(0, 1), "share of the training masks that is used", rare=True)
-    zb: bool = _option(True, switch, "zB rule on the first layer", rare=True)
-    deep_supervision: Any = _option(False, depths, "supervise hidden maps too: true, or module names")
-    maps_at_once: int = _option(0, whole(0), "original only: maps in memory together; 0 for all", rare=True)
+    zb: bool = _option(True, switch, "zB rule on the first layer", rare=True, argument="box")
+    deep_supervision: Any = _option(False, depths, "supervise hidden maps too: true, or module names", argument="deep_supervision")
+    maps_at_once: int = _option(0, whole(0), "original only: maps in memory together; 0 for all", rare=True, argument="maps_at_once")
     ranges: Any = _option(None, ranges, "C1 and C2: a pair or a calibration.json (default: calibrate)", rare=True)
     calibration_epochs: int = _option(4, whole(0), "plain epochs before C1 and C2 are measured", rare=True)
     calibration_batches: int = _option(

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasterisnet.audit.subjects import Subject
+from fasterisnet.audit.verdict import decide
 from fasterisnet.data.base import Label, Samples, Subset
-from fasterisnet.data.preparing import Preparation
+from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.alterations import Palette, has_background, palette_of
 from fasterisnet.evaluation.attention import (
@@ -35,8 +37,6 @@ from fasterisnet.evaluation.intervals import Estimate, Groups, average, share
 from fasterisnet.evaluation.metrics import GOLDEN, classification_metrics, log_odds
 from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.evaluation.reliability import reliability
-from fasterisnet.evaluation.subjects import Subject
-from fasterisnet.evaluation.verdict import decide
 
 CACHED = 400_000_000  # bytes of prepared images kept in memory
 FEW = 30  # sources that get a row each; more of them are patients

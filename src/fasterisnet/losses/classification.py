@@ -1,0 +1,45 @@
+"""The classification loss, for class indices, one logit and several labels at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fasterisnet.errors import InputError
+
+
+def is_multi_label(logits: Tensor, labels: Tensor) -> bool:
+    """Whether labels are (batch, classes) with classes > 1: several may be true at once."""
+    return logits.shape[1] > 1 and isinstance(labels, Tensor) and labels.ndim == 2
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy for class indices, binary cross entropy for one logit or for multi-label targets."""
+    if not isinstance(labels, Tensor):
+        raise InputError(f"labels is a {type(labels).__name__}; it has to be a tensor.")
+    if labels.shape[:1] != logits.shape[:1]:
+        raise InputError(f"Labels have shape {tuple(labels.shape)} for {logits.shape[0]} images; give one for each.")
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    count = logits.shape[1]
+    if count == 1 or labels.ndim == 2:
+        targets = labels.reshape(len(labels), -1).to(logits.dtype)
+        if targets.shape != logits.shape:
+            raise InputError(
+                f"Labels of shape {tuple(labels.shape)} do not fit {count} outputs; multi-label targets are "
+                "(batch, classes), class indices are (batch,)."
+            )
+        if bool(((targets < 0) | (targets > 1)).any()):
+            raise InputError("Labels of a binary or multi-label task have to lie between 0 and 1.")
+        return F.binary_cross_entropy_with_logits(logits, targets)
+    if labels.is_floating_point() or labels.dtype == torch.bool or labels.ndim != 1:
+        raise InputError(
+            f"Labels are {labels.dtype} of shape {tuple(labels.shape)}; for {count} classes give integers (batch,), "
+            "or a (batch, classes) tensor of zeros and ones for a multi-label task."
+        )
+    if bool(((labels < 0) | (labels >= count)).any()):
+        raise InputError(
+            f"Labels reach from {int(labels.min())} to {int(labels.max())}, but the model has {count} outputs: "
+            f"they have to be 0 to {count - 1}."
+        )
+    return F.cross_entropy(logits, labels)

@@ -1,0 +1,44 @@
+"""Where a run is: what is saved besides weights, and checked when it is read again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.folder import Row
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    epoch: int = 0
+    batch: int = 0
+    updates: int = 0
+    best_loss: float = math.inf
+    best_epoch: int = -1
+    skipped: int = 0
+    in_a_row: int = 0
+    finished: bool = False
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+    def check(self, config: Config, batches: int) -> None:
+        """Raises a ValueError for what no run of these options can have come to."""
+        counts = (self.epoch, self.batch, self.updates, self.skipped, self.in_a_row, self.best_epoch + 1)
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("a count is not a number from 0 on")
+        if not all(type(value) in (int, float) for value in (self.best_loss, self.seconds)):
+            raise ValueError("a loss or time is not a number")
+        if self.epoch > config.epochs or self.batch > batches or self.best_epoch >= max(self.epoch, 1):
+            raise ValueError(f"epoch {self.epoch + 1}, batch {self.batch} of {batches} does not exist in this run")
+        if self.updates > (self.epoch + 1) * batches:
+            raise ValueError(f"{self.updates} updates are more than there can have been")
+        if not isinstance(self.rows, list) or len(self.rows) != self.epoch:
+            raise ValueError(f"there have to be {self.epoch} rows of the log")
+        ended = self.epoch == config.epochs
+        if type(self.finished) is not bool or (
+            self.finished != ended and not (self.finished and config.early_stopping)
+        ):
+            raise ValueError(f"after {self.epoch} of {config.epochs} epochs it says finished = {self.finished!r}")
