@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     commands = main.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
+    _add_tune(commands)
 
     p = _command(
         commands, "evaluate", "Test a trained run on a split of some data.",
@@ -132,8 +133,6 @@ def _amount(text: str) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    from fasterisnet.runs.config import Config, pretrained, switch
-
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
         "  fasterisnet train --data DIR --method selective --model resnet50 --epochs 50 --out runs/mine\n"
@@ -146,6 +145,13 @@ def _add_train(commands: Any) -> None:
     p.add_argument("--trust", action="store_true", help="import the model that --config or --resume names as code")
     p.add_argument("--data-changed-ok", action="store_true", help="with --resume: go on although the data changed")
     p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
+    _add_options(p)
+
+
+def _add_options(p: argparse.ArgumentParser) -> None:
+    """Every option of a run."""
+    from fasterisnet.runs.config import Config, pretrained, switch
+
     for option in fields(Config):
         flag = "--" + option.name.replace("_", "-")
         shown = argparse.SUPPRESS if option.metadata["rare"] else option.metadata["help"]
@@ -162,7 +168,7 @@ def _add_train(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> int:
     from fasterisnet.runs.config import Config
 
-    given = {key[7:]: _value(key[7:], text) for key, text in vars(options).items() if key.startswith("option_")}
+    given = _given(options)
     if options.show_config:
         for option in fields(Config):
             default = option.default if option.default is not MISSING else []
@@ -201,6 +207,11 @@ def _train(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a run that were written on the command line."""
+    return {key[7:]: _value(key[7:], text) for key, text in vars(options).items() if key.startswith("option_")}
+
+
 def _value(name: str, text: str) -> Any:
     """A text of the command line as YAML would understand it."""
     if name in ("data", "model", "out", "method"):
@@ -211,6 +222,43 @@ def _value(name: str, text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
+
+
+# --- tune ------------------------------------------------------------------------------------------------------------
+
+
+def _add_tune(commands: Any) -> None:
+    p = _command(
+        commands, "tune", "Choose P, d and the learning rate on a copy of your data that is biased on purpose.",
+        "  fasterisnet tune --data DIR --method stochastic --model resnet18 --size 64 --epochs 30 --out runs/tune\n"
+        "  fasterisnet train --data DIR --config runs/tune/tuned.yaml --out runs/mine", _tune,
+    )  # fmt: skip
+    p.usage = "fasterisnet tune --data DIR [--weights P ...] [--decays D ...] [--rates LR ...] [option of train ...]"
+    p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
+    p.add_argument("--trust", action="store_true", help="import the model that --config names as code")
+    p.add_argument("--weights", metavar="P", nargs="+", type=float, help="values of P to try")
+    p.add_argument("--decays", metavar="D", nargs="+", type=float, help="values of d to try")
+    p.add_argument("--rates", metavar="LR", nargs="+", type=float, help="learning rates to try (default: lr alone)")
+    _add_options(p)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from fasterisnet.runs.config import Config
+    from fasterisnet.training.console import Terminal
+    from fasterisnet.tune import DECAYS, WEIGHTS, table, tune
+
+    given = _given(options)
+    config = Config.read(Path(options.config) if options.config else None, given)
+    if "out" not in given:
+        config.out = f"runs/tune-{config.method}-{Path(config.model).name.replace(':', '-')}"
+    with Terminal() as watcher:
+        tuned = tune(
+            config, weights=options.weights or WEIGHTS, decays=options.decays or DECAYS, rates=options.rates or (),
+            say=watcher.say, trust=options.trust or "model" in given,
+        )  # fmt: skip
+    print(table(tuned))
+    print(f"Chosen: {tuned.best.candidate}; train with: --config {Path(config.out) / 'tuned.yaml'}")
+    return DONE
 
 
 # --- the other commands ----------------------------------------------------------------------------------------------
