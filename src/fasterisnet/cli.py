@@ -146,6 +146,10 @@ def _add_train(commands: Any) -> None:
     p.add_argument("--trust", action="store_true", help="import the model that --config or --resume names as code")
     p.add_argument("--data-changed-ok", action="store_true", help="with --resume: go on although the data changed")
     p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
+    p.add_argument(
+        "--preset", metavar="X", dest="option_preset", default=argparse.SUPPRESS,
+        help="paper: the options of the paper; those given besides come on top",
+    )  # fmt: skip
     for option in fields(Config):
         flag = "--" + option.name.replace("_", "-")
         shown = argparse.SUPPRESS if option.metadata["rare"] else option.metadata["help"]
