@@ -40,7 +40,8 @@ TESTS = {
 }
 COMMON: dict[str, Any] = {
     "preset": "paper", "data": "mnist", "model": "small", "size": 28, "batch": 64, "lr": 0.05,
-    "schedule": "onecycle", "zb": False, "calibration_epochs": 1, "calibration_lr": 0.05, "workers": 0, "tensorboard": False,
+    "schedule": "onecycle", "zb": False, "calibration_epochs": 1, "calibration_lr": 0.05,
+    "workers": 0, "tensorboard": False,
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard", "epochs": 4},
