@@ -361,10 +361,12 @@ def train(
     watcher: Watcher | None = None,
     trust: bool = False,
     data_changed_ok: bool = False,
+    report: bool = True,
 ) -> Run:
     """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run.
 
     trust: the user's word that code the model is named as may be imported. data_changed_ok: go on with other data.
+    report: without it no test is made.
     """
     check_trust(config.model, trust)
     if not resume:
@@ -387,14 +389,14 @@ def train(
             if examined is not None:
                 run.create(config)
                 run.write_json("data.json", {"samples": examined.splits, "masks": examined.masks})
-            _finish(training, run, trust)
+            _finish(training, run, trust, report)
         finally:
             claim.release()
     return run
 
 
-def _finish(training: Training, run: Run, trust: bool) -> None:
-    """From wherever a run is to its report."""
+def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
+    """From wherever a run is to its end, and to its report."""
     fabric = training.fabric
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
@@ -403,6 +405,6 @@ def _finish(training: Training, run: Run, trust: bool) -> None:
         if training.state is None:
             training.save()
         training.fit()
-    if fabric.is_global_zero and run.report is None:
+    if report and fabric.is_global_zero and run.report is None:
         splits = training.splits
         write_report(run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust)
