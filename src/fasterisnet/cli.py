@@ -161,6 +161,10 @@ def _add_options(p: argparse.ArgumentParser) -> None:
     """Every option of a run."""
     from fasterisnet.runs.config import Config, pretrained, switch
 
+    p.add_argument(
+        "--preset", metavar="X", dest="option_preset", default=argparse.SUPPRESS,
+        help="paper: the options of the paper; those given besides come on top",
+    )  # fmt: skip
     for option in fields(Config):
         flag = "--" + option.name.replace("_", "-")
         shown = argparse.SUPPRESS if option.metadata["rare"] else option.metadata["help"]

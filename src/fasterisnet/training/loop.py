@@ -38,6 +38,7 @@ from fasterisnet.training.setup import (
     learning_rate,
 )
 from fasterisnet.training.state import Progress
+from fasterisnet.training.statistics import measure_statistics
 from fasterisnet.training.step import SUMS, LoggedStep, averages, validate, watch
 
 PATIENCE = 10
@@ -294,6 +295,7 @@ class Training:
         total = self.earlier + self.place.added(self.sums)
         named = dict(zip(SUMS, total.tolist(), strict=True))
         trained = averages(total, "train", self.method)
+        measure_statistics(self.place, self.method, self.model, self.loader, progress.epoch)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
@@ -309,7 +311,7 @@ class Training:
                 f"The loss is not a number after epoch {progress.epoch + 1}; lower lr, which is {config.lr:g}."
             )
         progress.rows.append(row)
-        better = row["val_loss"] < progress.best_loss
+        better = progress.is_better(float(row["val_loss"]), config)
         if better:
             progress.best_loss, progress.best_epoch = float(row["val_loss"]), progress.epoch
         progress.epoch, progress.batch = progress.epoch + 1, 0
