@@ -6,14 +6,16 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 import fasterisnet as fi
 from fasterisnet.errors import RuleError, RuleWarning
+from helpers.seeds import generator
 
+M = TypeVar("M", bound=nn.Module)
 RULES = ["epsilon", "zplus", "gamma"]
 TWO_RULES = ["epsilon", "zplus"]  # where gamma goes the way of one of them
 EPSILON = 0.01
@@ -35,14 +37,14 @@ class Net(nn.Module):
         return self.function(self, x)
 
 
-def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomised(model: M, seed: int = 0) -> M:
     """The same model in float64, nothing in it at a special value, variances and scales positive."""
-    generator = torch.Generator().manual_seed(seed)
+    source = generator(seed)
     model = model.double()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+                tensor.copy_(0.4 * torch.randn(tensor.shape, generator=source, dtype=torch.float64))
                 if name.endswith("running_var"):
                     tensor.abs_().add_(0.5)
     return model
@@ -60,7 +62,7 @@ def twins(functions: Sequence[Function], seed: int = 0, **parts: nn.Module | nn.
 
 
 def pictures(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape or (3, 3, 6, 6), generator=generator(seed), dtype=torch.float64)
 
 
 @dataclass

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-M = TypeVar("M", bound=nn.Module)
+from lrp.helpers import pictures, randomised
 
 RULES = ["epsilon", "zplus", "gamma", "gradient"]
 CLASSES = 4
 BOX = (-3.0, 3.0)
-
-
-class Net(nn.Module):
-    """A network made of a function of itself and its input, and of named modules."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 class Residual(nn.Module):
@@ -49,36 +35,8 @@ class Residual(nn.Module):
         return self.fc(self.dropout(self.pool(self.relu(out))).flatten(1))
 
 
-def randomised(model: M, seed: int = 0) -> M:
-    """The same model in float64, nothing in it at a special value."""
-    generator = torch.Generator().manual_seed(seed)
-    model = model.double()
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-                for positive in (module.running_var, module.weight):
-                    if positive is not None:
-                        positive.copy_(0.5 + torch.rand(positive.shape, generator=generator, dtype=torch.float64))
-    return model
-
-
 def residual(*, training: bool = False, seed: int = 0) -> Residual:
     return randomised(Residual(), seed).train(training)
-
-
-def pictures(*shape: int, seed: int = 1) -> Tensor:
-    shape = shape or (3, 3, 6, 6)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def parameter_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients of the loss by parameter; zeros where it has none."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, grads, strict=True)}
 
 
 def assert_derivative(loss: Callable[[], Tensor], variable: Tensor, gradient: Tensor, *, step: float = 1e-6) -> None:

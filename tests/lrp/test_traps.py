@@ -20,16 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from fasterisnet import explain
 from fasterisnet.errors import FasterISNetError, RuleError, RuleWarning
 from fasterisnet.lrp.targets import AllLogits, Eta, Joint
-from lrp.small_nets import (
-    BOX,
-    RULES,
-    Net,
-    assert_derivative,
-    parameter_gradients,
-    pictures,
-    randomised,
-    residual,
-)
+from lrp.helpers import Net, parameter_gradients, pictures, randomised
+from lrp.small_nets import BOX, RULES, assert_derivative, residual
 
 EPSILON = 0.01
 

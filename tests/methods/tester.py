@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fasterisnet as fi
 from fasterisnet.methods import Parts
 from fasterisnet.methods.base import Method
+from helpers.seeds import generator
 
 M = TypeVar("M", bound=nn.Module)
 CLASSES = 3
@@ -149,11 +150,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def filled(model: M, seed: int = 0) -> M:
     """Random values for everything, of a size that keeps activations near one."""
-    generator = torch.Generator().manual_seed(seed)
+    source = generator(seed)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+                noise = torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor.dtype)
                 spread = math.sqrt(2 / tensor[0].numel()) if tensor.ndim > 1 and tensor[0].numel() > 1 else 0.2
                 positive = name.endswith("running_var") or (tensor.ndim == 1 and name.endswith("weight"))
                 tensor.copy_(0.7 + 0.6 * noise.sigmoid() if positive else spread * noise)
@@ -180,19 +181,17 @@ def exact(model: M, seed: int = 0) -> M:
 
 
 def pictures(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.rand(shape or (4, 2, 9, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-        dtype
-    )
+    return torch.rand(shape or (4, 2, 9, 8), generator=generator(seed), dtype=torch.float64).to(dtype)
 
 
 def masks_for(images: Tensor, seed: int = 2) -> Tensor:
     """A box of foreground for every sample, never all of the image."""
-    generator = torch.Generator().manual_seed(seed)
+    source = generator(seed)
     masks = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool)
     for mask in masks:
         where = []
         for size in images.shape[2:]:
-            start = int(torch.randint(0, size // 2, (), generator=generator))
+            start = int(torch.randint(0, size // 2, (), generator=source))
             where.append(slice(start, start + size // 2))
         mask[0][tuple(where)] = True
     return masks
