@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient, wide
+from fasterisnet.lrp.kernels import Attenuate, Quotient, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, shape, source
 from fasterisnet.lrp.layers import layer, norm
 from fasterisnet.lrp.recognise import shares
@@ -28,7 +28,8 @@ def linear_ordinary(at: Step) -> None:
 def norm_constant(at: Step) -> None:
     """`G_x = G_y * gamma/sqrt(var + eps)`, statistics constant; layer norms also pass on the subtraction of means."""
     found = norm(at.node)
-    at.send_G(0, ChannelScale.apply(at.G, found.scale) if found.centred is None else found.centred(at.G * found.scale))
+    scaled = at.G * found.full_scale
+    at.send_G(0, scaled if found.centred is None else found.centred(scaled))
 
 
 def activation_epsilon(at: Step) -> None:

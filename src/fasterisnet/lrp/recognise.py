@@ -226,7 +226,6 @@ def _tanhshrink(node: Node) -> Activation | None:
 
 SIZES = frozenset({"Rsqrt", "Reciprocal", "LinalgVectorNorm", "Norm", "Std", "Var", "StdMean", "VarMean"})
 OFFSET_FIRST = frozenset({"Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"})
-CONVOLUTIONS = frozenset({"Convolution", "SmallConvolution"})
 
 
 def shares(at: Step) -> list[tuple[int, float]]:
@@ -243,7 +242,7 @@ def shares(at: Step) -> list[tuple[int, float]]:
             return [(0, 0.5)]
         at.warn()
     offset = 1 if at.kind in OFFSET_FIRST else 0
-    factors = [i for i in on if i >= offset and not (at.kind in CONVOLUTIONS and i == 2)]
+    factors = [i for i in on if i >= offset and not (at.kind == "Convolution" and i == 2)]
     constant = [i for i in factors if len(factors) > 1 and is_constant(at.edge(i), at.walk.behind)]
     if len(factors) < 2 or 0 < len(constant) < len(factors):
         return [(i, 1.0) for i in on if i not in constant]

@@ -101,9 +101,10 @@ def announce(at: Step, in_R: bool) -> None:
         at.warn("has weights computed from the images; its ordinary derivative was used.")
     elif GROUPS.get(at.kind) == "norm" and any(at.active[1:]):
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
-    elif in_R and not at.is_score:
-        weight = at.saved("weight") if at.kind == "Lerp" else 0
-        signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= 1)
+    elif in_R:
+        weight = {"Lerp": at.saved("weight"), "IndexAdd": at.saved("alpha")}.get(at.kind, 0)
+        upper = 1 if at.kind == "Lerp" else math.inf
+        signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= upper)
         if signed or at.kind in ("Addcmul", "Addcdiv") or at.saved("accumulate") or GROUPS.get(at.kind) == "bilinear":
             at.warn("is a sum of positive and negative parts that z+ cannot tell apart; its derivative was used.")
 

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fasterisnet.errors import InputError, RuleError, RuleWarning
-from fasterisnet.lrp.kernels import Quotient, wide
+from fasterisnet.lrp.kernels import Quotient, stabilised, wide
 from fasterisnet.lrp.kinds import GROUPS, MOVING, SAME, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.layers import through
 from fasterisnet.lrp.record import note
@@ -357,7 +357,7 @@ class Step:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""
         for form, by in self.flow.items():
             y = self.note.result if form == "R" and self.note is not None and set(by) == {0} else None
-            arrived = by if y is None else {0: by[0] / torch.where(y < 0, y - self.eps, y + self.eps)}
+            arrived = by if y is None else {0: by[0] / stabilised(y, self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
                 if t is not None and self.active[position]:
                     values = self.note.tensors if y is not None and self.note is not None else []

@@ -91,9 +91,7 @@ def _one_unit(at: Step, unit: Unit) -> str:
 
 def sum_zplus(at: Step) -> None:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`, likewise R_2; a constant takes part in z and gets nothing."""
-    if at.is_score or (
-        sum(at.active) == 1 and at.note is not None and any(_is_nothing(v) for v in at.note.operands[:2])
-    ):
+    if sum(at.active) == 1 and at.note is not None and any(_is_nothing(v) for v in at.note.operands[:2]):
         at.pass_on()
         return
     layer_with_bias = biased(at.node, at.walk.active)
@@ -137,9 +135,6 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 
 def pool_zplus(at: Step) -> None:
     """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`."""
-    if at.is_score:
-        at.pass_on()
-        return
     known = None if at.note is None else at.note.tensors
     xs = [wide(known[i] if known else operand(at.node, i, "self")) if on else None for i, on in enumerate(at.active)]
     positive = [None if x is None else x.clamp(min=0) for x in xs]
