@@ -95,7 +95,7 @@ def is_linear_here(at: Step) -> bool:
 
 def announce(at: Step, in_R: bool) -> None:
     """Operations with a rule that are met in a form it does not cover."""
-    if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.active):
+    if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.walk.active):
         at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
     elif (at.kind == "Lerp" and at.is_active(2)) or (at.kind.startswith("GridSampler") and at.is_active(1)):
         at.warn("has weights computed from the images; its ordinary derivative was used.")
