@@ -17,7 +17,7 @@ import torch
 from fasterisnet.errors import InputError
 from fasterisnet.lrp.epsilon import (
     activation_epsilon,
-    attention_half,
+    attention_in_steps,
     linear_ordinary,
     norm_constant,
     product_half,
@@ -30,7 +30,6 @@ from fasterisnet.lrp.recognise import activation, masks_itself
 from fasterisnet.lrp.walk import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
-    attention_zplus,
     first_layer,
     linear_zplus,
     norm_zplus,
@@ -157,11 +156,11 @@ def activation_pass(at: Step) -> None:
 
 _EPSILON: dict[str, Rule] = {
     "linear": linear_ordinary, "bilinear": product_half, "norm": norm_constant, "activation": activation_epsilon,
-    "product": product_half, "attention": attention_half, "slices": replayed,
+    "product": product_half, "attention": attention_in_steps, "slices": replayed,
 }  # fmt: skip
 _ZPLUS: dict[str, Rule] = {
     "linear": linear_zplus, "bilinear": product_half, "norm": norm_zplus, "activation": activation_zplus,
-    "product": product_half, "attention": attention_zplus, "sum": sum_zplus, "pool": pool_zplus,
+    "product": product_half, "attention": attention_in_steps, "sum": sum_zplus, "pool": pool_zplus,
     "softmax": softmax_zplus, "signed": signed_zplus, "slices": replayed,
 }  # fmt: skip
 
@@ -183,12 +182,12 @@ def gamma_table(epsilon: float = 0.01, gamma: float = 0.25) -> RuleTable:
 
 
 def gradient_table(epsilon: float = 0.0) -> RuleTable:
-    """No rule at all: Gradient*Input. Layers and attention only skip what nobody asks for."""
+    """No rule at all: Gradient*Input. Layers only skip what nobody asks for, attention can be differentiated twice."""
 
     def linear(at: Step) -> None:
         (linear_ordinary if layer(at.node, at.walk.active) is not None else Step.pass_on)(at)
 
-    rules: dict[str, Rule] = {"linear": linear, "attention": lambda at: attention_half(at, 1.0), "slices": replayed}
+    rules: dict[str, Rule] = {"linear": linear, "attention": attention_in_steps, "slices": replayed}
     return RuleTable("gradient", epsilon, rules, needs_values=False, loud=False)
 
 

@@ -8,7 +8,7 @@ exist only here: the ordinary backward pass knows nothing of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -176,12 +176,19 @@ class Walk:
         by = self._waiting.setdefault(edge[0], {}).setdefault(form, {})
         by[edge[1]] = by[edge[1]] + t if edge[1] in by else t
 
-    def beside(self, at: Step, ends: Sequence[Edge]) -> Walk:
-        """A walk through something that was run again in place of a node."""
+    def beside(
+        self, at: Step, ends: dict[int, Edge], result: Tensor, t: Tensor, form: str
+    ) -> Iterator[tuple[int, tuple[str, Tensor]]]:
+        """Walks through something that was run again in place of a node: what arrives at which end, in which form."""
         place = self.place(at.node)
-        return Walk(
-            at.table, ends, log=self.log, place=lambda _: place, create_graph=self.create_graph, behind=self.behind
-        )
+        walk = Walk(
+            at.table, list(ends.values()), log=self.log, place=lambda _: place, create_graph=self.create_graph,
+            behind=self.behind,
+        )  # fmt: skip
+        found = walk.run(edge_of(result), t, form)
+        for position, end in ends.items():
+            for changed in found.get(end, {}).items():
+                yield position, changed
 
     def wants(self, *asked: Edge) -> bool:
         """Whether the relevance at one of these edges was asked for."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fasterisnet.errors import RuleError
-from fasterisnet.lrp.epsilon import attention_parts, product_half, ungrouped
+from fasterisnet.lrp.epsilon import product_half
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, descend, edges, kind, source
 from fasterisnet.lrp.layers import CLASSES, Unit, biased, layer, norm, operand, through, unit
@@ -167,37 +167,21 @@ def softmax_zplus(at: Step) -> None:
         at.send(0, form, by[0] if form == "R" else at.ordinary(by)[0])
 
 
-def attention_zplus(at: Step) -> None:
-    """Two products, and the softmax between them, in their steps."""
-    q, k, v, _, p = attention_parts(at)
-    R_p, R_v = _positive_products(torch.matmul, p, v, at.relevance(lambda: p @ v), at)
-    R_q, R_k = _positive_products(torch.matmul, q, k.mT, R_p, at)
-    at.send_R(0, R_q)
-    at.send_R(1, ungrouped(R_k.mT, at, 1))
-    at.send_R(2, ungrouped(R_v, at, 2))
-
-
 def _product_zplus(at: Step) -> None:
-    """Half to each factor, by the positive products: `z = a+ b+ + a- b-`."""
+    """Half to each factor, by the positive products: `z = a+ b+ + a- b-`, `s = R/(2 (z + eps))`."""
     positions = [i for i, on in enumerate(at.active) if on]
     found = CLASSES[at.kind](at.node, positions[0])
     R = at.relevance(lambda: found.forward(found.x, found.weight))
     # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
-    a, b = (unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True))
-    for position, share in zip(positions, _positive_products(found.forward, a, b, R, at), strict=True):
-        at.send_R(position, share)
-
-
-def _positive_products(
-    f: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, R: Tensor, at: Step
-) -> tuple[Tensor, Tensor]:
-    """Relevance of a and b in a product f: `s = R/(2 (z + eps))`, each positive product sends s times itself."""
+    factors = [
+        unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True)
+    ]
 
     def z(a_plus: Tensor, a_minus: Tensor, b_plus: Tensor, b_minus: Tensor) -> Tensor:
-        return f(a_plus, b_plus) + f(a_minus, b_minus)
+        return found.forward(a_plus, b_plus) + found.forward(a_minus, b_minus)
 
-    R_a, R_b = _by_parts(z, (a, b), 0.5 * R, at)
-    return R_a, R_b
+    for position, share in zip(positions, _by_parts(z, factors, 0.5 * R, at), strict=True):
+        at.send_R(position, share)
 
 
 def _by_parts(z: Callable[..., Tensor], xs: Sequence[Tensor], R: Tensor, at: Step) -> list[Tensor]:
