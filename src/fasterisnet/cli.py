@@ -102,6 +102,15 @@ def parser() -> argparse.ArgumentParser:
     _add_benchmark(commands)
 
     p = _command(
+        commands, "app", "A page in the browser: drop an image, see what trained networks say and where they look.",
+        "  fasterisnet app runs/mine runs/standard --port 7860", _app,
+    )  # fmt: skip
+    p.add_argument("runs", metavar="RUN", nargs="+", help="run folders, shown side by side")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    p.add_argument("--port", type=_count, help="(default: the first free one from 7860 on)")
+    p.add_argument("--trust", action="store_true", help="import models that runs name as package.module:function")
+
+    p = _command(
         commands, "demo", "Train a classifier that cheats and one that does not, and show both on one page.",
         "  fasterisnet demo --out runs/demo", _demo,
     )  # fmt: skip
@@ -426,6 +435,13 @@ def _benchmark(options: argparse.Namespace) -> int:
     from fasterisnet.benchmark import runner
 
     return runner.main(options)
+
+
+def _app(options: argparse.Namespace) -> int:
+    from fasterisnet.app import serve
+
+    serve(options.runs, port=options.port, host=options.host, trust=options.trust)
+    return DONE
 
 
 def _demo(options: argparse.Namespace) -> int:
