@@ -49,7 +49,7 @@ class ISNet(Method):
     or names of modules. generator: for reproducible draws; see `Method` for those of several processes.
     """
 
-    default_weight: ClassVar[float] = 0.9
+    default_weight: ClassVar[float] = 0.7
     rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
     uses_box: ClassVar[bool] = True
     needs_masks: ClassVar[bool] = True
