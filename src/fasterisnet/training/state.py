@@ -9,6 +9,11 @@ from fasterisnet.runs.config import Config
 from fasterisnet.runs.folder import Row
 
 
+def stage_of(bounds: list[int], epoch: int) -> tuple[int, int]:
+    """The first epoch of the stage that an epoch belongs to, and the one after its last; bounds: of all stages."""
+    return max(b for b in bounds if b <= epoch), min(b for b in bounds if b > epoch)
+
+
 @dataclass
 class Progress:
     """Where a run is."""
