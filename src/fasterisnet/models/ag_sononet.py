@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CONVOLUTIONS = (2, 2, 3, 3, 3)
-GROWTH = (1, 2, 4, 8, 8)
+from fasterisnet.models.vgg import vgg_blocks, vgg_widths
 
 
 class AttentionGate(nn.Module):
@@ -42,11 +41,8 @@ class AGSononet(nn.Module):
 
     def __init__(self, classes: int, channels: int = 3, *, width: int = 64) -> None:
         super().__init__()
-        widths = [width * growth for growth in GROWTH]
-        self.blocks = nn.ModuleList(
-            _block(inputs, n, count)
-            for inputs, n, count in zip([channels, *widths], widths, CONVOLUTIONS, strict=False)
-        )
+        widths = vgg_widths(width)
+        self.blocks = vgg_blocks(channels, widths)
         self.gates = nn.ModuleList(AttentionGate(n, widths[4]) for n in widths[2:4])
         self.head = nn.Linear(sum(widths[2:]), classes)
 
@@ -57,14 +53,6 @@ class AGSononet(nn.Module):
             maps.append(block(F.max_pool2d(maps[-1], 2) if maps else images))
         gated = [gate(seen, maps[4]) for gate, seen in zip(self.gates, maps[2:4], strict=True)]
         return self.head(torch.cat([*gated, maps[4].mean((2, 3))], 1))
-
-
-def _block(inputs: int, outputs: int, convolutions: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for number in range(convolutions):
-        layers += [nn.Conv2d(outputs if number else inputs, outputs, 3, padding=1, bias=False)]
-        layers += [nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
 
 
 def ag_sononet(classes: int, channels: int) -> nn.Module:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
+from fasterisnet.models.vgg import vgg_blocks, vgg_widths
 
-CONVOLUTIONS = (2, 2, 3, 3, 3)  # of VGG-16, before each pooling
-GROWTH = (1, 2, 4, 8, 8)
 DECODER = (256, 128, 64, 32, 16)
 DEEPEST = len(DECODER)
 
@@ -105,14 +104,11 @@ class MultitaskUNet(nn.Module):
         needed("segmentation_models_pytorch")
         from segmentation_models_pytorch.base import SegmentationHead
         from segmentation_models_pytorch.decoders.unet.decoder import UnetDecoder
-        from segmentation_models_pytorch.encoders.vgg import VGGEncoder
 
-        widths = [width * growth for growth in GROWTH[:depth]]
-        layers = [layer for n, count in zip(widths, CONVOLUTIONS, strict=False) for layer in ([n] * count + ["M"])]
-        outputs, decoder = [*widths, widths[-1]], [n * width // 64 or 1 for n in DECODER[DEEPEST - depth :]]
+        widths, decoder = vgg_widths(width, depth), [n * width // 64 or 1 for n in DECODER[DEEPEST - depth :]]
+        outputs = [*widths, widths[-1]]
         self.multiple = 2**depth
-        self.encoder = VGGEncoder(outputs, layers, batch_norm=True, depth=depth)
-        self.encoder.set_in_channels(channels, pretrained=False)
+        self.encoder = vgg_blocks(channels, widths)
         self.decoder = UnetDecoder(outputs, decoder, depth)
         self.mask = SegmentationHead(decoder[-1], 1)
         self.head = nn.Sequential(
@@ -123,13 +119,21 @@ class MultitaskUNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits of the classes; nothing is drawn."""
-        return self.head(self.encoder(padded(images, self.multiple))[-1])
+        return self.head(self._encoded(images)[-1])
 
     def both(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the classes and of the pixels."""
-        features = self.encoder(padded(images, self.multiple))
+        features = self._encoded(images)
         height, width = images.shape[2:]
         return self.head(features[-1]), self.mask(self.decoder(features))[..., :height, :width]
+
+    def _encoded(self, images: Tensor) -> list[Tensor]:
+        """The maps of each block, and the last ones pooled: the bottleneck."""
+        maps, last = [], padded(images, self.multiple)
+        for block in self.encoder:
+            maps.append(block(last))
+            last = F.max_pool2d(maps[-1], 2)
+        return [*maps, last]
 
     def foreground(self, images: Tensor) -> Tensor:
         """The pixels that are more likely foreground than not."""
