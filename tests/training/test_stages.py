@@ -24,8 +24,8 @@ from training.driving import driven
 from training.nets import plain_segmenter
 
 COMMON: dict[str, Any] = {
-    "data": "drawn?size=16&per_class=8", "size": 16, "batch": 12, "lr": 0.1, "workers": 0, "accelerator": "cpu",
-    "tensorboard": False,
+    "data": "drawn?size=16&per_class=8", "size": 16, "batch": 12, "optimizer": "sgd", "lr": 0.1, "workers": 0,
+    "schedule": "constant", "settled": 0.0, "accelerator": "cpu", "tensorboard": False,
 }  # fmt: skip
 STAGES = {**COMMON, "method": "unet-classifier", "model": "small", "epochs": 5, "segmentation_epochs": 3}
 

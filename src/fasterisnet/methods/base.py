@@ -84,6 +84,10 @@ class Method(ABC):
         """What is trained, made of the model that was asked for; shape: the options called `shaping`."""
         return model
 
+    def outputs(self, model: nn.Module, images: Tensor) -> Any:
+        """What the network computes in a step, all of it."""
+        return model(images)
+
     def plan(self, epochs: int) -> list[int]:
         """Told how long a run is, the epochs before which a new stage begins.
 

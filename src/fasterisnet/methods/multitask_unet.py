@@ -46,10 +46,9 @@ class MultitaskUNet(Method):
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """`P L_S + (1-P) L_C`."""
-        assert isinstance(model, Multitasking)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1, keepdim=True)
         include = has_foreground(mask)
-        logits, drawn = model.both(images)
+        logits, drawn = self.outputs(model, images)
         classification = classification_loss(logits, labels)
         segmentation = segmentation_loss(drawn, mask, include)
         zero = classification.detach() * 0
@@ -58,6 +57,11 @@ class MultitaskUNet(Method):
             self.combine(classification, segmentation), classification, zero, zero, segmentation, len(images),
             without_mask=int((~include).sum()), logits=logits.detach(), counts=overlap,
         )  # fmt: skip
+
+    def outputs(self, model: nn.Module, images: Tensor) -> Any:
+        """Logits and masks."""
+        assert isinstance(model, Multitasking)
+        return model.both(images)
 
     def combine(self, classification: Any, heatmap: Any) -> Any:
         """`P L_S + (1-P) L_C`."""

@@ -75,6 +75,11 @@ class UNetClassifier(Method):
             )
         return [self.first_stage]
 
+    def outputs(self, model: nn.Module, images: Tensor) -> Any:
+        """Of the part that is trained."""
+        network = _checked(model)
+        return network.segmenter(images) if self.segmenting else network(images)
+
     def epoch_begins(self, model: nn.Module) -> None:
         """What is not trained is frozen."""
         network = _checked(model)

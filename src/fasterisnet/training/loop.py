@@ -38,6 +38,7 @@ from fasterisnet.training.setup import (
     learning_rate,
 )
 from fasterisnet.training.state import Progress, stage_of
+from fasterisnet.training.statistics import measure_statistics
 from fasterisnet.training.step import LoggedStep, averages, validate, watch
 
 PATIENCE = 10
@@ -304,7 +305,8 @@ class Training:
         total = self.earlier + self.place.added(self.sums)
         named = dict(zip(self.logged.sums, total.tolist(), strict=True))
         trained = averages(total, "train", self.logged)
-        ends = stage_of(self.stages, progress.epoch)[1]
+        first, ends = stage_of(self.stages, progress.epoch)
+        measure_statistics(self.place, self.method, self.model, self.loader, progress.epoch)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
@@ -321,7 +323,7 @@ class Training:
             )
         remark, score = self.method.epoch_ends(self.model, row), float(self.method.score(row))
         progress.rows.append(row)
-        better = score < progress.best_loss
+        better = progress.is_better(score, config, (first, ends))
         save = better or math.isinf(progress.best_loss)
         if better:
             progress.best_loss, progress.best_epoch = score, progress.epoch
@@ -383,10 +385,12 @@ def train(
     watcher: Watcher | None = None,
     trust: bool = False,
     data_changed_ok: bool = False,
+    report: bool = True,
 ) -> Run:
     """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run.
 
     trust: the user's word that code the model is named as may be imported. data_changed_ok: go on with other data.
+    report: without it no test is made.
     """
     check_trust(config.model, trust)
     if not resume:
@@ -409,14 +413,14 @@ def train(
             if examined is not None:
                 run.create(config)
                 run.write_json("data.json", {"samples": examined.splits, "masks": examined.masks})
-            _finish(training, run, trust)
+            _finish(training, run, trust, report)
         finally:
             claim.release()
     return run
 
 
-def _finish(training: Training, run: Run, trust: bool) -> None:
-    """From wherever a run is to its report."""
+def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
+    """From wherever a run is to its end, and to its report."""
     fabric = training.fabric
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
@@ -425,6 +429,6 @@ def _finish(training: Training, run: Run, trust: bool) -> None:
         if training.state is None:
             training.save()
         training.fit()
-    if fabric.is_global_zero and run.report is None:
+    if report and fabric.is_global_zero and run.report is None:
         splits = training.splits
         write_report(run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust)
