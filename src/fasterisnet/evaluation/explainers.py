@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import decisions, logits_of
+from fasterisnet.evaluation.rollout import rollout
 
 STEPS = 16
 CELLS = 8
@@ -20,6 +21,7 @@ EXPLAINERS = {
     "gradient": "gradient times input",
     "integrated": "integrated gradients",
     "occlusion": "occlusion",
+    "rollout": "attention rollout",
 }
 DEFAULT = ("epsilon", "integrated")
 LRP, GRADIENTS = ("epsilon", "zplus"), ("gradient",)
@@ -38,8 +40,9 @@ def heatmaps(name: str, model: nn.Module, images: Tensor, *, box: tuple[Any, Any
     """Relevance of every pixel for the class that each image is taken for, shaped like the images."""
     if name not in EXPLAINERS:
         raise UsageError(f"There is no explainer '{name}'; there are {', '.join(EXPLAINERS)}.")
-    if name in ("integrated", "occlusion"):
-        return (_integrated if name == "integrated" else _occlusion)(model, images)
+    own = {"integrated": _integrated, "occlusion": _occlusion, "rollout": rollout}.get(name)
+    if own is not None:
+        return own(model, images)
     import fasterisnet as fi
 
     return fi.explain(model, images, rule=name, box=box if name == "epsilon" else None)
