@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn import functional as F
 
 from fasterisnet.backgrounds import blurred, has_background, painted, palette_of, uncovered
 from fasterisnet.errors import InputError
@@ -79,14 +80,13 @@ class BackgroundSwap(Painted):
 
     def grounds(self, whole: Tensor, masks: Tensor, mine: Tensor, draws: Method) -> tuple[Tensor, Tensor]:
         """Of another image with a mask, whose object is covered with what is around it."""
-        usable = has_background(masks).nonzero()[:, 0]
+        known = has_background(masks)
+        usable, itself = known.nonzero()[:, 0], known[mine]
+        others = len(usable) - itself.long()
         chance = draws.drawn(torch.rand, len(mine)).to(whole.device)
-        itself = usable == mine.unsqueeze(1)
-        others = len(usable) - itself.any(1).long()
-        number = (chance * others).long().clamp(max=(others - 1).clamp(min=0))
-        place = torch.where(itself.any(1), itself.long().argmax(1), len(usable))
-        number = number + (number >= place)
-        donors = usable[number.clamp(max=len(usable) - 1)] if len(usable) else mine
+        number = torch.minimum((chance * others).long(), others - 1).clamp(min=0)
+        number = number + (itself & (number >= torch.searchsorted(usable, mine)))
+        donors = torch.where(others > 0, F.pad(usable, (0, 1))[number.clamp(max=len(usable))], mine)
         return uncovered(whole[donors], masks[donors]), others > 0
 
 
