@@ -86,7 +86,8 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         """Everything that makes its loss, as it was given."""
-        shown = {key: value for key in options_of(type(self)) if (value := getattr(self, key, None)) is not None}
+        kept = [key for key in options_of(type(self)) if key != "generator"]
+        shown = {key: value for key in kept if (value := getattr(self, key, None)) is not None}
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 

@@ -18,6 +18,7 @@ from fasterisnet.lrp.targets import Classes, Target, resolve
 from fasterisnet.methods.depths import map_size
 
 TINY = 1e-10
+SMOOTH = {3: "linear", 4: "bilinear", 5: "trilinear"}  # by dimensions: signals, images, volumes
 _FOUND: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 
 
@@ -43,7 +44,7 @@ def class_activation(maps: Tensor, score: Tensor, *, create_graph: bool) -> Tens
 
 def enlarged(cam: Tensor, size: torch.Size | tuple[int, ...]) -> Tensor:
     """At the resolution of the images, smoothly."""
-    return F.interpolate(cam, tuple(size), mode="bilinear", align_corners=False)
+    return F.interpolate(cam, tuple(size), mode=SMOOTH[cam.ndim], align_corners=False)
 
 
 def normalised(cam: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ NO_TEACHER = (
 class Distillation(OfLabel):
     """The student's map of the label is to be that of a frozen teacher that sees the object alone.
 
-    `L_C + penalty * mean over samples of (1 - cos(R of x, R of x * mask in the teacher))`. teacher: a network in
-    evaluation mode, or weights (a run folder or file) for a copy of the student.
+    `L_C + penalty * mean over samples of (1 - cos(R of x, R of x * mask in the teacher))`. teacher: a network, or
+    weights (a run folder or file) for a copy of the student.
     """
 
     def __init__(self, *args: Any, teacher: nn.Module | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class Distillation(OfLabel):
         if not isinstance(teacher, nn.Module | str | os.PathLike):
             raise InputError(NO_TEACHER)
         self.teacher = teacher
-        self._network: nn.Module | None = copy.deepcopy(teacher) if isinstance(teacher, nn.Module) else None
+        self._network: nn.Module | None = _frozen(copy.deepcopy(teacher)) if isinstance(teacher, nn.Module) else None
 
     def begin(self, model: nn.Module, images: Tensor) -> list[str]:
         """Reads the teacher."""
@@ -48,8 +48,7 @@ class Distillation(OfLabel):
                 raise InputError(
                     f"The teacher {self.teacher} has no {left[0]} that fits the model: give one of this architecture."
                 )
-            self._network = network
-        self._network.requires_grad_(False).eval()
+            self._network = _frozen(network)
         return [f"Teacher: {self.teacher}."] if isinstance(self.teacher, str | os.PathLike) else []
 
     def terms(
@@ -64,3 +63,7 @@ class Distillation(OfLabel):
         distance = 1 - F.cosine_similarity(maps.flatten(1), wanted.flatten(1), dim=1)
         background = mean_over(distance, include)
         return logits, (background, torch.zeros_like(background.detach()), background)
+
+
+def _frozen(network: nn.Module) -> nn.Module:
+    return network.requires_grad_(False).eval()

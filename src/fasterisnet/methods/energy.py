@@ -38,7 +38,12 @@ class OfLabel(Penalised):
         super().__init__(penalty, augment=augment)
         self.rule, self.epsilon = rule, epsilon
         self.box = None if rule == "gradient" else box
-        self.table = rules.table(rule, epsilon)
+        rules.table(rule, epsilon)  # refuses what is none
+
+    @property
+    def table(self) -> rules.RuleTable:
+        """The rule by its table."""
+        return rules.table(self.rule, self.epsilon)
 
     def of_label(self, labels: Tensor) -> Target:
         """What is explained."""
