@@ -15,14 +15,14 @@ from fasterisnet.runs.config import Config
 from fasterisnet.runs.folder import Run
 from fasterisnet.training import loop
 from fasterisnet.training.console import Watcher
-from fasterisnet.training.setup import build_method, check_method_options
+from fasterisnet.training.setup import build_method
 from training.test_data_first import data, remove_masks, train
 
 __all__ = ["data"]
 
 OPTIONS: dict[str, Any] = {
     "data": "drawn?per_class=8&size=16", "model": "small", "size": 16, "epochs": 2, "batch": 7, "lr": 0.02,
-    "workers": 0, "checkpoint_every": 2, "accelerator": "cpu", "tensorboard": False,
+    "workers": 0, "checkpoint_every": 2, "accelerator": "cpu", "tensorboard": False, "audit": 0,
 }  # fmt: skip
 RIVALS: dict[str, dict[str, Any]] = {
     "rrr": {"penalty": 10},
@@ -127,14 +127,12 @@ def test_without_any_mask_they_say_so(method: str, data: Path, capsys: pytest.Ca
 )
 def test_options_of_others_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_method_options(Config(data="drawn", **options))
+        Config.read(None, {"data": "drawn", **options})
 
 
 def test_options_reach_the_method() -> None:
     def built(**options: Any) -> str:
-        config = Config(data="drawn", **options)
-        check_method_options(config)
-        return repr(build_method(config))
+        return repr(build_method(Config.read(None, {"data": "drawn", **options})))
 
     assert built(method="rrr") == "RRR(penalty=1000.0)" and built(method="rrr", penalty=2) == "RRR(penalty=2.0)"
     assert "rule='zplus'" in built(method="energy", rule="zplus")

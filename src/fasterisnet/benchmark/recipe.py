@@ -15,7 +15,7 @@ from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
 from fasterisnet.runs.config import Config, nearest
 
-OPTIONS = [option.name for option in fields(Config)]
+OPTIONS = ["preset", *(option.name for option in fields(Config))]
 OWN = {"data": "--data", "seed": "--seeds", "out": "--runs"}  # options that an experiment gives its runs itself
 
 
@@ -66,7 +66,7 @@ class Recipe:
         query = urlencode({**options.pop("data_options", {}), **given})
         place = f"{self.data}:{folder}" if folder else self.data
         options["data"] = place + ("?" + query if query else "")
-        return Config(**{**options, "seed": seed, "out": str(out), **changes})
+        return Config.of({**options, "seed": seed, "out": str(out), **changes})
 
 
 def change(text: str) -> tuple[str, Any]:

@@ -18,7 +18,7 @@ from fasterisnet.losses import (
     resize_masks,
     total_relevance,
 )
-from fasterisnet.losses.heatmap import Foreground
+from fasterisnet.losses.heatmap import Decay, Foreground
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Target
@@ -34,11 +34,12 @@ Weight = float | Sequence[float] | Callable[[int], float]
 class ISNet(Guided):
     """`L = (1-P) L_C + P L_LRP` (paper: heatmapLoss), with maps chosen by the variant.
 
-    heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP. background_weight,
-    foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first
-    layer (see `normalised_box`), None for no zB. ranges: C1 and C2, from `calibrate`, or one pair for all maps.
-    deep_supervision: False, True (depths found by themselves, see `depths`) or names of modules. augment: changes the
-    images in training. generator: for reproducible draws; see `Method` for those of several processes.
+    heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP, or "auto" for one
+    that fits the size of the map. background_weight, foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP.
+    box: the range of the images for zB on the first layer (see `normalised_box`), None for no zB. ranges: C1 and C2,
+    from `calibrate`, or one pair for all maps. deep_supervision: False, True (depths found by themselves, see `depths`)
+    or names of modules. augment: changes the images in training. generator: for reproducible draws; see `Method` for
+    those of several processes.
     """
 
     default_weight: ClassVar[float] = 0.9
@@ -50,13 +51,13 @@ class ISNet(Guided):
     def __init__(
         self,
         heatmap_weight: Weight | None = None,
-        decay: float = 0.9,
+        decay: Decay = "auto",
         background_weight: float = 1.0,
         foreground_weight: float = 1.0,
         e: float = 1.0,
         *,
         epsilon: float = 0.01,
-        box: tuple[Any, Any] | None = (0.0, 1.0),
+        box: tuple[Any, Any] | None = None,
         ranges: Ranges | tuple[float, float] | None = None,
         deep_supervision: bool | Sequence[str] = False,
         foreground: Foreground = "hybrid",
@@ -65,7 +66,7 @@ class ISNet(Guided):
     ) -> None:
         super().__init__(augment)
         self.heatmap_weight: Weight = self.default_weight if heatmap_weight is None else heatmap_weight
-        self.decay = decay
+        self.decay: Decay = decay
         self.background_weight, self.foreground_weight = background_weight, foreground_weight
         self.e = e
         self.epsilon = epsilon
@@ -83,8 +84,8 @@ class ISNet(Guided):
             raise InputError("heatmap_weight (P) takes a number, a list with one number for each epoch, or a function.")
         if not 0 <= self.weight <= 1:
             raise InputError(f"heatmap_weight (P) is {self.weight}; it has to lie between 0 and 1.")
-        if not 0 <= self.decay <= 1:
-            raise InputError(f"decay (d) is {self.decay}; it has to lie between 0 and 1.")
+        if self.decay != "auto" and not (isinstance(self.decay, int | float) and 0 <= self.decay <= 1):
+            raise InputError(f'decay (d) is {self.decay!r}; it has to lie between 0 and 1, or be "auto".')
         for name in ("background_weight", "foreground_weight", "e"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")

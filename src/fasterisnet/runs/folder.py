@@ -57,7 +57,7 @@ class Run:
         path = self.path("config.yaml")
         if not path.is_file():
             raise UsageError(f"{self.folder} is not a run folder: it has no config.yaml.")
-        return Config.read(path, {})
+        return Config.read(path, {}, stored=True)
 
     def create(self, config: Config) -> None:
         """Begin a run."""
@@ -183,6 +183,12 @@ class Run:
         writer.writeheader()
         writer.writerows({key: repr(value) for key, value in row.items()} for row in rows)
         write_text(self.path("metrics.csv"), stream.getvalue())
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """metrics.csv as it was written."""
+        with self.path("metrics.csv").open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
     @property
     def report(self) -> dict[str, Any] | None:

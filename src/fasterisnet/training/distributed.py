@@ -30,7 +30,7 @@ from fasterisnet.models import names_code
 from fasterisnet.runs.config import Config
 
 # What random numbers are drawn for; with the seed, the epoch and the step they decide everything.
-WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS, SAMPLING = range(6)
+WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS, SAMPLING, STATISTICS = range(7)
 
 
 class Place:

@@ -38,6 +38,7 @@ from fasterisnet.training.setup import (
     learning_rate,
 )
 from fasterisnet.training.state import Progress
+from fasterisnet.training.statistics import measure_statistics
 from fasterisnet.training.step import SUMS, LoggedStep, averages, validate, watch
 
 PATIENCE = 10
@@ -295,6 +296,7 @@ class Training:
         total = self.earlier + self.place.added(self.sums)
         named = dict(zip(SUMS, total.tolist(), strict=True))
         trained = averages(total, "train", self.method)
+        measure_statistics(self.place, self.method, self.model, self.loader, progress.epoch)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
@@ -310,7 +312,7 @@ class Training:
                 f"The loss is not a number after epoch {progress.epoch + 1}; lower lr, which is {config.lr:g}."
             )
         progress.rows.append(row)
-        better = row["val_loss"] < progress.best_loss
+        better = progress.is_better(float(row["val_loss"]), config)
         if better:
             progress.best_loss, progress.best_epoch = float(row["val_loss"]), progress.epoch
         progress.epoch, progress.batch = progress.epoch + 1, 0
@@ -360,10 +362,12 @@ def train(
     watcher: Watcher | None = None,
     trust: bool = False,
     data_changed_ok: bool = False,
+    report: bool = True,
 ) -> Run:
     """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run.
 
     trust: the user's word that code the model is named as may be imported. data_changed_ok: go on with other data.
+    report: without it no test is made.
     """
     check_trust(config.model, trust)
     if not resume:
@@ -386,14 +390,14 @@ def train(
             if examined is not None:
                 run.create(config)
                 run.write_json("data.json", {"samples": examined.splits, "masks": examined.masks})
-            _finish(training, run, trust)
+            _finish(training, run, trust, report)
         finally:
             claim.release()
     return run
 
 
-def _finish(training: Training, run: Run, trust: bool) -> None:
-    """From wherever a run is to its report."""
+def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
+    """From wherever a run is to its end, and to its report."""
     fabric = training.fabric
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
@@ -402,6 +406,6 @@ def _finish(training: Training, run: Run, trust: bool) -> None:
         if training.state is None:
             training.save()
         training.fit()
-    if fabric.is_global_zero and run.report is None:
+    if report and fabric.is_global_zero and run.report is None:
         splits = training.splits
         write_report(run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust)

@@ -24,6 +24,15 @@ class Progress:
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
 
+    def is_better(self, loss: float, config: Config) -> bool:
+        """Whether the network of this epoch is to be kept: the lowest loss of those after `settled`, if there are any.
+
+        Before the learning rate has come down, a low loss is luck.
+        """
+        settled = min(math.ceil(config.settled * config.epochs), config.epochs - 1)
+        first = self.best_epoch < settled <= self.epoch and math.isfinite(loss)
+        return loss < self.best_loss or (first and settled > 0)
+
     def check(self, config: Config, batches: int) -> None:
         """Raises a ValueError for what no run of these options can have come to."""
         counts = (self.epoch, self.batch, self.updates, self.skipped, self.in_a_row, self.best_epoch + 1)
