@@ -343,9 +343,7 @@ def _add_audit(commands: Any) -> None:
     p.add_argument("--trust", action="store_true", help="import a model that is named as package.module:function")
     p.add_argument("--limit", type=_count, default=1000, help="images at most (default: %(default)s)")
     p.add_argument("--explained", type=_amount, default=200, help="of them, with heatmaps (default: %(default)s)")
-    p.add_argument(
-        "--explainer", action="append", help="epsilon, zplus, gradient, integrated or occlusion; may be repeated"
-    )
+    p.add_argument("--explainer", action="append", help="epsilon, zplus, gradient, integrated, gradcam or occlusion")
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
     for_others = p.add_argument_group("how images become input, for models that are no runs")

@@ -261,6 +261,7 @@ class Config:
         None,
         unless_empty(number()),
         "rrr, energy, distillation: weight of what they add (1000, 1, 1)",
+        rare=True,
         argument="penalty",
     )
     mining_weight: float = _option(
@@ -304,6 +305,7 @@ class Config:
         "none",
         one_of("none", "swap", "erase"),
         "change backgrounds before a heatmap loss: none, swap or erase",
+        rare=True,
         argument="augment",
     )
     fill: str = _option("mean", one_of(*FILLS), "erased backgrounds: mean, noise or blur", rare=True, argument="fill")
