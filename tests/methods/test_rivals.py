@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fasterisnet as fi
-from fasterisnet.methods.base import Method
+from fasterisnet.methods.base import METHODS, Method
 from methods.tester import NETS, SETTINGS, Residual, Settled, Tester, distance, filled, gradients
 
 RIVALS: dict[str, Callable[[], Method]] = {
@@ -95,3 +96,9 @@ def test_parts_can_be_trained_alone(name: str) -> None:
     total, one, two = (gradients(model, loss) for loss in (parts[0].total, parts[1].classification, parts[2].heatmap))
     weight = getattr(method, "penalty", 1.0)
     assert distance({n: one[n] + weight * two[n] for n in one}, total) < 1e-12
+
+
+def test_every_method_has_its_paragraph() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    for name, kind in METHODS.items():
+        assert f"**`{name}`**" in text and f"`{kind.__name__}`" in text, name
