@@ -247,6 +247,9 @@ class Config:
     checkpoint_every: int = _option(
         0, whole(0), "updates between saved states, besides one after every epoch", rare=True
     )
+    checkpoint_minutes: float = _option(
+        10.0, number(), "minutes of training after which the state is saved, too; 0 for never", rare=True
+    )
     explained: int = _option(
         0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
     )
