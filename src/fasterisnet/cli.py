@@ -83,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--format", default="onnx", choices=("onnx", "pt2"), help="ONNX or torch.export (default: %(default)s)"
     )
-    p.add_argument("--out", metavar="FILE", required=True)
+    p.add_argument("--out", metavar="FILE", required=True, help="the model card and predict.py go beside it")
+    p.add_argument("--audit", metavar="DIR", help="of `fasterisnet audit`, for the card (default: in the run folder)")
 
     p = _command(
         commands, "data", "Look after data.", "  fasterisnet data check DIR", None,
@@ -323,16 +324,12 @@ def _check_file(path: str | None) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    import torch
-
-    from fasterisnet.evaluation.export import export_model
+    from fasterisnet.runs.export import export_run
     from fasterisnet.runs.folder import Run
 
     _check_file(options.out)
-    model, card = Run(options.run).load_model(trust=options.trust)
-    size, channels = card.prepare.size, card.prepare.channels
-    export_model(model, options.out, options.format, example=torch.rand(2, channels, size, size))
-    print(f"{options.out}: input (batch, {channels}, {size}, {size}), output (batch, {len(card.classes)}) logits")
+    for path in export_run(Run(options.run), options.out, options.format, trust=options.trust, audit=options.audit):
+        print(path)
     return DONE
 
 

@@ -130,6 +130,19 @@ def ranges(value: Any) -> str | list[float] | None:
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
 
 
+def weights(value: Any) -> str | list[float] | None:
+    """The word balanced, a weight for each class, or nothing."""
+    if value is None or value == "balanced":
+        return value
+    try:
+        found = numbers(value)
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise ValueError("balanced, or a list with a number above 0 for each class") from None
+    return found
+
+
 def labels(value: Any) -> list[int]:
     """Numbers of labels."""
     if value in (None, "", []):
@@ -190,6 +203,9 @@ class Config:
         one_of("natural", "balanced"),
         "balanced repeats images of rare classes: all are seen alike",
         rare=True,
+    )
+    class_weights: Any = _option(
+        None, weights, "balanced, or a list: how much a sample of each class counts in the classification loss", rare=True
     )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay", rare=True)

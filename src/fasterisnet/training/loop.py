@@ -14,6 +14,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from fasterisnet.data.loader import Epochs, LoadingError
+from fasterisnet.data.pictures import readable
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.memory import keep_memory
@@ -39,6 +40,7 @@ from fasterisnet.training.setup import (
     check_model,
     check_options,
     learning_rate,
+    weights_of,
 )
 from fasterisnet.training.state import Progress
 from fasterisnet.training.step import SUMS, LoggedStep, averages, validate, watch
@@ -82,7 +84,13 @@ class Training:
         self.state = state
         self.data = self._fingerprint()
         self.model = model
-        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), build_optimizer(config, model))
+        weights = weights_of(config, self.source, self.splits.samples["train"])
+        if weights is not None:
+            shown = (f"{readable(c)} {w:.3g}" for c, w in zip(self.source.classes, weights.tolist(), strict=True))
+            self.say(f"Weights of the classes in the classification loss: {', '.join(shown)}")
+        self.step, self.optimizer = fabric.setup(
+            LoggedStep(model, self.method, weights), build_optimizer(config, model)
+        )
         self.progress = Progress()
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
