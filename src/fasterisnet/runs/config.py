@@ -156,6 +156,19 @@ def ranges(value: Any) -> str | list[float] | None:
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
 
 
+def weights(value: Any) -> str | list[float] | None:
+    """The word balanced, a weight for each class, or nothing."""
+    if value is None or value == "balanced":
+        return value
+    try:
+        found = numbers(value)
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise ValueError("balanced, or a list with a number above 0 for each class") from None
+    return found
+
+
 def labels(value: Any) -> list[int]:
     """Numbers of labels."""
     if value in (None, "", []):
@@ -221,6 +234,9 @@ class Config:
         one_of("natural", "balanced"),
         "balanced repeats images of rare classes: all are seen alike",
         rare=True,
+    )
+    class_weights: Any = _option(
+        None, weights, "balanced, or a list: how much a sample of each class counts in the classification loss", rare=True
     )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
@@ -356,6 +372,9 @@ class Config:
     channels_last: bool = _option(False, switch, "memory layout that is faster on many processors", rare=True)
     checkpoint_every: int = _option(
         0, whole(0), "updates between saved states, besides one after every epoch", rare=True
+    )
+    checkpoint_minutes: float = _option(
+        10.0, number(), "minutes of training after which the state is saved, too; 0 for never", rare=True
     )
     explained: int = _option(
         0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
