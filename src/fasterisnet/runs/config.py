@@ -24,7 +24,7 @@ LONGEST = 2**20  # bytes of a file of options
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 AUTO = "auto"
 # What `lr: auto` is, by optimiser: from random weights, and from weights that were trained before.
-RATES = {"adamw": (1e-3, 1e-4), "sgd": (0.1, 0.01)}
+RATES = {"adamw": (2e-3, 2e-4), "sgd": (0.1, 0.01)}
 # Options under one name; any that is given besides wins. `paper` is also what every run did before an option of it was
 # there or got another default, so it is what a file of an older version means where it says nothing.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -248,7 +248,7 @@ class Config:
         0.7, number(0, 1), "share of the epochs after which the best one is chosen, by validation loss", rare=True
     )
     statistics_batches: int = _option(
-        64, whole(0), "training batches to measure batch norms on before validation; 0 leaves them", rare=True
+        50, whole(0), "training batches to measure batch norms on before validation; 0 leaves them", rare=True
     )
     watch: list[str] = _option([], names, "splits whose accuracy is logged after every epoch", rare=True)
     holdout: float = _option(
