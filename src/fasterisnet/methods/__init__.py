@@ -10,14 +10,17 @@ from fasterisnet.methods.gain import GAIN
 from fasterisnet.methods.grad_input import GradInput, SoftmaxGradInput
 from fasterisnet.methods.guided import Guided
 from fasterisnet.methods.isnet import ISNet
+from fasterisnet.methods.multitask_unet import MultitaskUNet
 from fasterisnet.methods.original import Original
 from fasterisnet.methods.ranges import Range, Ranges
 from fasterisnet.methods.rrr import RRR
 from fasterisnet.methods.selective import Selective
 from fasterisnet.methods.stochastic import Stochastic
+from fasterisnet.methods.unet_classifier import UNetClassifier
 
 __all__ = [
     "GAIN", "METHODS", "RRR", "Background", "BackgroundErase", "BackgroundSwap", "Distillation", "Dual", "Energy",
-    "GradInput", "Guided", "ISNet", "MaskedInput", "Method", "Original", "Parts", "Range", "Ranges", "Selective",
-    "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "method_class", "options_of", "register_method",
+    "GradInput", "Guided", "ISNet", "MaskedInput", "Method", "MultitaskUNet", "Original", "Parts", "Range", "Ranges",
+    "Selective", "SoftmaxGradInput", "Standard", "Step", "Stochastic", "UNetClassifier", "calibrate", "method_class",
+    "options_of", "register_method",
 ]  # fmt: skip

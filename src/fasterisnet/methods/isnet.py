@@ -42,7 +42,7 @@ class ISNet(Guided):
     those of several processes.
     """
 
-    default_weight: ClassVar[float] = 0.9
+    default_weight: ClassVar[float] = 0.7
     rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
     uses_box: ClassVar[bool] = True
     explainers: ClassVar[tuple[str, ...]] = ("epsilon", "zplus")

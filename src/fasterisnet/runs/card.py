@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from fasterisnet.data.preparation import Preparation
@@ -25,6 +25,7 @@ class Card:
     zb: bool
     epoch: int
     validation_loss: float | None
+    shape: dict[str, Any] = field(default_factory=dict)  # of the method: what its network is
 
     @property
     def prepare(self) -> Preparation:
@@ -43,8 +44,8 @@ class Card:
             values = json.loads(text)
         except RecursionError:
             raise ValueError("its card is nested too deeply") from None
-        known = {field.name for field in fields(cls)}
-        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        known = {value.name for value in fields(cls)}
+        needed = {value.name for value in fields(cls) if value.default is value.default_factory is MISSING}
         if not isinstance(values, dict) or not needed <= values.keys() <= known:
             raise ValueError(f"its card has to hold {', '.join(sorted(needed))}")
         card = cls(**values)
@@ -64,6 +65,7 @@ class Card:
             "method": isinstance(self.method, str),
             "zb": isinstance(self.zb, bool),
             "epoch": type(self.epoch) is int and self.epoch >= 0,
+            "shape": isinstance(self.shape, dict) and all(isinstance(v, str | int | float) for v in self.shape.values()),
             "validation_loss": loss is None or (type(loss) in (int, float) and math.isfinite(loss)),
         }  # fmt: skip
 

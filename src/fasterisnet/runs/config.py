@@ -207,7 +207,7 @@ class Config:
 
     data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
     method: str = _option("stochastic", one_of(*METHODS), ", ".join(METHODS))
-    model: str = _option("resnet50", text, "name in torchvision or timm, small, or package.module:function")
+    model: str = _option("", text, "name in torchvision or timm, small, or package.module:function (resnet50)")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
     out: str = _option("", text, "run folder to create (default: runs/METHOD-MODEL)")
@@ -257,6 +257,16 @@ class Config:
     maps_at_once: int = _option(
         0, whole(0), "original only: maps in memory together; 0 for all", rare=True, argument="maps_at_once"
     )
+    segmenter: str = _option("resnet18", text, "unet-classifier: encoder of its U-Net", rare=True, argument="segmenter")
+    segmentation_epochs: int = _option(
+        0, whole(0), "unet-classifier: epochs that train its U-Net, of all; 0 for half", rare=True,
+        argument="segmentation_epochs",
+    )  # fmt: skip
+    empty: str = _option(
+        "black", one_of("black", "whole"), "unet-classifier: what goes in where no foreground is found", rare=True,
+        argument="empty",
+    )  # fmt: skip
+    segmentation_weight: float = _option(0.99, number(0, 1), "multitask-unet: P", rare=True, argument="segmentation_weight")
     penalty: Any = _option(
         None,
         unless_empty(number()),
@@ -371,6 +381,7 @@ class Config:
             raise UsageError(f"mean and std need {self.channels} numbers each, or none.")
         if self.pretrained is True and not self.mean and self.channels == 3:
             self.mean, self.std = (list(values) for values in IMAGENET)
+        self.model = self.model or METHODS[self.method].default_model
         if self.lr == AUTO:
             self.lr = RATES[self.optimizer][self.pretrained is not False]
         if self.heatmap_weight == AUTO:
@@ -384,7 +395,7 @@ class Config:
         name = given.pop("preset", None)
         if name is not None and name not in PRESETS:
             raise UsageError(f"preset is {reprlib.repr(name)}; it has to be one of {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS.get(name, {}), **given})
+        return cls(**{**(PRESETS[name] if name is not None else {}), **given})
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any], *, stored: bool = False) -> Config:

@@ -85,10 +85,17 @@ def check_classes(card: Card, source: Source) -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Metrics of several splits, as Markdown."""
-    lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
+    columns = {
+        "accuracy": "accuracy", "macro_f1": "macro F1", "macro_auc": "macro AUC", "iou": "IoU",
+        "background_mass": "relevance in the background",
+    }  # fmt: skip
+    if not any("iou" in r for r in results.values()):
+        columns.pop("iou")
+    lines = [f"| split | samples | {' | '.join(columns.values())} |", "| --- " * (2 + len(columns)) + "|"]
     for name, r in results.items():
-        shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
-        lines.append(f"| {cell(name)} | {r['samples']} | {' | '.join(shown)} |")
+        lines.append(f"| {cell(name)} | {r['samples']} | {' | '.join(_shown(r.get(key)) for key in columns)} |")
+    empty = {name: r["empty_foreground"] for name, r in results.items() if r.get("empty_foreground")}
+    lines += [f"\nNo foreground was found in {n} images of {cell(name)}." for name, n in empty.items()]
     return "\n".join(lines)
 
 
