@@ -346,7 +346,7 @@ def _add_audit(commands: Any) -> None:
     p.add_argument(
         "--explainer",
         action="append",
-        help="epsilon, zplus, gradient, integrated, occlusion or rollout; may be repeated",
+        help="epsilon, zplus, gradient, integrated, gradcam, occlusion or rollout; may be repeated",
     )
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)

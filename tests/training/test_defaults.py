@@ -85,7 +85,7 @@ def test_what_is_automatic() -> None:
 @pytest.mark.parametrize("pixels", [1, 9, 784, 50176])
 def test_automatic_decay_is_a_share_of_the_map(pixels: int) -> None:
     d = decay_for(pixels)
-    assert math.fsum(d**i for i in range(pixels)) == pytest.approx(max(0.1 * pixels, 1), rel=1e-3)
+    assert math.fsum(d**i for i in range(pixels)) == pytest.approx(max(0.02 * pixels, 1), rel=1e-3)
     maps, masks = torch.rand(2, 1, 1, 1, pixels), torch.rand(2, 1, 1, pixels) < 0.5
     torch.testing.assert_close(background_loss(maps, masks, "auto"), background_loss(maps, masks, d))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 
-POOLED_SHARE = 0.1  # of a map, what `auto` listens to
+POOLED_SHARE = 0.02  # of a map, what `auto` listens to
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -44,7 +44,8 @@ class Method(ABC):
     needs_masks: without masks it would be another method. needs_ranges: it needs C1 and C2, see `calibrate`.
     multi_label: it knows what to do when several classes are true at once. generator: for reproducible draws. share:
     (rank, processes) of a process that takes `batch[rank::processes]`, so that all draw what one would. batch: samples
-    of the present batch over all of them; None if each has as many as this one.
+    of the present batch over all of them; None if each has as many as this one. explainers: of an audit's explainers
+    (see `evaluation.explainers`) those whose maps it optimises, so that they may look better than the network is.
 
     A method that is a network, or trains in stages, has more to say. default_model: what it trains if nothing else is
     named. shaping: options that decide what the network is; they are kept with its weights. idle: parts of the network
@@ -59,6 +60,7 @@ class Method(ABC):
     shaping: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[bool] = False
     counts: ClassVar[tuple[str, ...]] = ()
+    explainers: ClassVar[tuple[str, ...]] = ()
 
     epoch: int = 0
     generator: torch.Generator | None = None
@@ -69,6 +71,10 @@ class Method(ABC):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The loss of one batch, differentiable for every parameter of the model."""
 
+    def begin(self, model: nn.Module, images: Tensor) -> list[str]:
+        """Before a run: finds out what the first step would, with images as it will see them; returns what to say."""
+        return []
+
     def combine(self, classification: Any, heatmap: Any) -> Any:
         """The total: how what the method adds is weighted against the classification loss."""
         return classification
@@ -76,6 +82,16 @@ class Method(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Tells schedules where training is."""
         self.epoch = epoch
+
+    def drawn(self, draw: Callable[..., Tensor], samples: int, *shape: int) -> Tensor:
+        """Random numbers for each of this process's samples: its part of what one process would draw for all.
+
+        draw: a function such as `torch.rand`, called with a shape.
+        """
+        device = "cpu" if self.generator is None else self.generator.device
+        rank, processes = self.share
+        whole = samples * processes if self.batch is None else self.batch
+        return draw((whole, *shape), generator=self.generator, device=device)[rank::processes]
 
     # --- methods that are a network, or train in stages ------------------------------------------------------------
 
@@ -112,7 +128,8 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         """Everything that makes its loss, as it was given."""
-        shown = {key: value for key in options_of(type(self)) if (value := getattr(self, key, None)) is not None}
+        kept = [key for key in options_of(type(self)) if key != "generator"]
+        shown = {key: value for key in kept if (value := getattr(self, key, None)) is not None}
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 
@@ -168,6 +185,12 @@ class Step(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         return self.method.loss(self.model, images, labels, masks)
+
+
+def zero_loss(model: nn.Module) -> Tensor:
+    """What a process without samples adds to the gradient: nothing, but every parameter takes part in it."""
+    zeros = [p.sum() * 0 for p in model.parameters() if p.requires_grad]
+    return torch.stack(zeros).nan_to_num().sum() if zeros else torch.zeros(())
 
 
 @register_method("standard")

@@ -14,7 +14,8 @@ import yaml
 
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
-from fasterisnet.methods import METHODS, method_class, options_of
+from fasterisnet.methods import METHODS, Method, method_class, options_of
+from fasterisnet.methods.background import FILLS
 
 Check = Callable[[Any], Any]
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
@@ -181,10 +182,15 @@ def window(value: Any) -> str | list[float] | None:
 
 
 def pretrained(value: Any) -> bool | str:
-    """True, false or a file."""
+    """True, false, a run or a file."""
     if isinstance(value, bool | str):
         return value
-    raise ValueError("true, false or a .safetensors or .pt file")
+    raise ValueError("true, false, a run folder, or a .safetensors or .pt file")
+
+
+def unless_empty(check: Check) -> Check:
+    """Something, or nothing for the method's own."""
+    return lambda value: None if value is None else check(value)
 
 
 def _option(default: Any, check: Check, explanation: str, *, rare: bool = False, argument: str = "") -> Any:
@@ -261,6 +267,61 @@ class Config:
         argument="empty",
     )  # fmt: skip
     segmentation_weight: float = _option(0.99, number(0, 1), "multitask-unet: P", rare=True, argument="segmentation_weight")
+    penalty: Any = _option(
+        None,
+        unless_empty(number()),
+        "rrr, energy, distillation: weight of what they add (1000, 1, 1)",
+        rare=True,
+        argument="penalty",
+    )
+    mining_weight: float = _option(
+        1.0, number(), "gain: weight of attention mining", rare=True, argument="mining_weight"
+    )
+    supervision_weight: float = _option(
+        100.0, number(), "gain: weight of the MSE of Grad-CAM and mask", rare=True, argument="supervision_weight"
+    )
+    mining_score: str = _option(
+        "logit",
+        one_of("logit", "probability"),
+        "gain: what attention mining lowers, logit or probability",
+        rare=True,
+        argument="mining_score",
+    )
+    cam_layer: Any = _option(
+        None,
+        unless_empty(text),
+        "gain: module whose maps Grad-CAM takes (default: the last with maps)",
+        rare=True,
+        argument="cam_layer",
+    )
+    exact: bool = _option(
+        True, switch, "gain: differentiate the weights of Grad-CAM; false: constants", rare=True, argument="exact"
+    )
+    rule: str = _option(
+        "epsilon",
+        one_of("epsilon", "zplus", "gamma", "gradient"),
+        "energy, distillation: rule of the maps",
+        rare=True,
+        argument="rule",
+    )
+    teacher: Any = _option(
+        None,
+        unless_empty(text),
+        "distillation: run folder or weights of the frozen teacher",
+        rare=True,
+        argument="teacher",
+    )
+    augment_background: str = _option(
+        "none",
+        one_of("none", "swap", "erase"),
+        "change backgrounds before a heatmap loss: none, swap or erase",
+        rare=True,
+        argument="augment",
+    )
+    fill: str = _option("mean", one_of(*FILLS), "erased backgrounds: mean, noise or blur", rare=True, argument="fill")
+    feather: int = _option(
+        0, whole(0), "changed backgrounds: pixels in which the object goes over into it", rare=True, argument="feather"
+    )
     ranges: Any = _option(None, ranges, "C1 and C2: a pair or a calibration.json (default: calibrate)", rare=True)
     calibration_epochs: int = _option(1, whole(0), "plain epochs before C1 and C2 are measured", rare=True)
     calibration_batches: int = _option(
@@ -268,7 +329,7 @@ class Config:
     )
     calibration_lr: float = _option(1e-3, number(), "learning rate of the calibration", rare=True)
 
-    pretrained: Any = _option(False, pretrained, "start from the library's weights, or from a file")
+    pretrained: Any = _option(False, pretrained, "start from the library's weights, a run or a file")
     channels: int = _option(3, whole(1), "of the images the network sees: 3, or 1", rare=True)
     mean: list[float] = _option([], numbers, "normalisation; ImageNet's if pretrained, otherwise none", rare=True)
     std: list[float] = _option([], numbers, "normalisation", rare=True)
@@ -366,12 +427,17 @@ class Config:
 
         Values that such an option has without being given are none: the file may be the config.yaml of another run.
         """
-        taken = options_of(method_class(self.method))
+        taken = options_of(method_class(self.method)) + (options_of(self.augmenting) if self.augmenting else [])
         for option in fields(self):
             argument, value = option.metadata["argument"], getattr(self, option.name)
             idle = argument and argument not in taken and option.name in given
             if idle and value not in (option.default, PRESETS["paper"].get(option.name, option.default)):
                 raise UsageError(f"{option.name} is {value!r}, but the method {self.method} has no such option.")
+
+    @property
+    def augmenting(self) -> type[Method] | None:
+        """What changes backgrounds before the method sees them."""
+        return METHODS.get(f"background-{self.augment_background}")
 
     def write(self) -> str:
         """As YAML."""

@@ -15,7 +15,7 @@ from fasterisnet.data.loader import Epochs, LoadingError
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import ISNet, calibrate
+from fasterisnet.methods import Guided, ISNet, calibrate
 from fasterisnet.methods.ranges import Ranges
 from fasterisnet.models import build_model, check_trust
 from fasterisnet.runs import fingerprint
@@ -67,7 +67,8 @@ class Training:
         check_model(config, model, len(self.source.classes))
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
-        check_method(config, self.method, model, self.source)
+        for line in check_method(config, self.method, model, self.source):
+            self.say(line)
         self.method.generator, self.method.share = torch.Generator(), self.place.share
         self.state = state
         self.data = self._fingerprint()
@@ -165,7 +166,7 @@ class Training:
                 raise ValueError("the sums of the log are incomplete")
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise InputError(f"{path} does not fit this run: {error}") from error
-        if isinstance(self.method, ISNet):
+        if isinstance(self.method, Guided):
             self.method.skipped = self.progress.skipped
         if not state["checked"] or "options" not in state:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")

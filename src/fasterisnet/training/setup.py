@@ -31,12 +31,15 @@ def method_options(config: Config) -> dict[str, Any]:
         found["heatmap_weight"] = paper_weight(config.method)
     elif config.heatmap_weight == AUTO:  # the method's own
         found.pop("heatmap_weight")
-    return found
+    return {**found, "augment": _built(config.augmenting, found) if config.augmenting else None}
 
 
 def build_method(config: Config) -> Method:
     """The method a run asks for; C1 and C2 are still missing."""
-    kind, options = method_class(config.method), method_options(config)
+    return _built(method_class(config.method), method_options(config))
+
+
+def _built(kind: type[Method], options: dict[str, Any]) -> Method:
     return kind(**{name: options[name] for name in options_of(kind) if name in options})
 
 
@@ -139,11 +142,13 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
         ) from error
 
 
-def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> None:
-    """What the first step after the calibration would find out."""
+def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> list[str]:
+    """What the first step after the calibration would find out; returns what the method has to say."""
     if source.multi_label and not method.multi_label:
         raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
     known = dict(model.named_modules())
     for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:
         if name not in known:
             raise UsageError(f"deep_supervision names '{name}', which is not a module of the model.")
+    parameter = next(model.parameters(), torch.zeros(()))
+    return method.begin(model, torch.zeros(2, config.channels, config.size, config.size).to(parameter))

@@ -11,7 +11,7 @@ from fasterisnet.data.loader import Loader
 from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.losses.masks import Masks
 from fasterisnet.methods import Step
-from fasterisnet.methods.calibrate import zero_loss
+from fasterisnet.methods.base import zero_loss
 from fasterisnet.runs.folder import Row
 from fasterisnet.training.distributed import VALIDATION, Place
 
