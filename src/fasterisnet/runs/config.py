@@ -395,7 +395,7 @@ class Config:
         name = given.pop("preset", None)
         if name is not None and name not in PRESETS:
             raise UsageError(f"preset is {reprlib.repr(name)}; it has to be one of {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS.get(name, {}), **given})
+        return cls(**{**(PRESETS[name] if name is not None else {}), **given})
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any], *, stored: bool = False) -> Config:
