@@ -5,6 +5,7 @@ data.json           how many samples each split had when the run began, and how 
 calibration.json    C1 and C2
 metrics.csv         one row an epoch
 best.safetensors    the weights of the best epoch, a plain state_dict; best.json says what they are of
+best-until-N.*      of a run in stages: the same of the stage that ended with epoch N
 state.pt            everything needed to go on (tensors and plain values only)
 report.md, .json    the tests, after the last epoch
 """
