@@ -102,7 +102,7 @@ class Attenuate(Function):
         for channels, (a, g, w, o_G, o_y) in parts(y, G, u, for_G, for_y):
             inverse = torch.add(a, ctx.epsilon).reciprocal_()
             torch.mul(w, inverse, out=o_y)
-            if for_scale is not None:
+            if scale is not None and for_scale is not None:
                 for_scale[channels] += torch.mul(o_y, a).mul_(g).sum(others, dtype=scale.dtype)
                 o_y.mul_(along_channels(scale[channels], o_y))
             torch.mul(o_y, a, out=o_G)
