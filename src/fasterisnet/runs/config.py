@@ -14,7 +14,8 @@ import yaml
 
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
-from fasterisnet.methods import METHODS, method_class, options_of
+from fasterisnet.methods import METHODS, Method, method_class, options_of
+from fasterisnet.methods.background import FILLS
 
 Check = Callable[[Any], Any]
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
@@ -155,6 +156,19 @@ def ranges(value: Any) -> str | list[float] | None:
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
 
 
+def weights(value: Any) -> str | list[float] | None:
+    """The word balanced, a weight for each class, or nothing."""
+    if value is None or value == "balanced":
+        return value
+    try:
+        found = numbers(value)
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise ValueError("balanced, or a list with a number above 0 for each class") from None
+    return found
+
+
 def labels(value: Any) -> list[int]:
     """Numbers of labels."""
     if value in (None, "", []):
@@ -181,10 +195,15 @@ def window(value: Any) -> str | list[float] | None:
 
 
 def pretrained(value: Any) -> bool | str:
-    """True, false or a file."""
+    """True, false, a run or a file."""
     if isinstance(value, bool | str):
         return value
-    raise ValueError("true, false or a .safetensors or .pt file")
+    raise ValueError("true, false, a run folder, or a .safetensors or .pt file")
+
+
+def unless_empty(check: Check) -> Check:
+    """Something, or nothing for the method's own."""
+    return lambda value: None if value is None else check(value)
 
 
 def _option(default: Any, check: Check, explanation: str, *, rare: bool = False, argument: str = "") -> Any:
@@ -201,7 +220,7 @@ class Config:
 
     data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
     method: str = _option("stochastic", one_of(*METHODS), ", ".join(METHODS))
-    model: str = _option("resnet50", text, "name in torchvision or timm, small, or package.module:function")
+    model: str = _option("", text, "name in torchvision or timm, small, or package.module:function (resnet50)")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
     out: str = _option("", text, "run folder to create (default: runs/METHOD-MODEL)")
@@ -215,6 +234,9 @@ class Config:
         one_of("natural", "balanced"),
         "balanced repeats images of rare classes: all are seen alike",
         rare=True,
+    )
+    class_weights: Any = _option(
+        None, weights, "balanced, or a list: how much a sample of each class counts in the classification loss", rare=True
     )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
@@ -251,6 +273,71 @@ class Config:
     maps_at_once: int = _option(
         0, whole(0), "original only: maps in memory together; 0 for all", rare=True, argument="maps_at_once"
     )
+    segmenter: str = _option("resnet18", text, "unet-classifier: encoder of its U-Net", rare=True, argument="segmenter")
+    segmentation_epochs: int = _option(
+        0, whole(0), "unet-classifier: epochs that train its U-Net, of all; 0 for half", rare=True,
+        argument="segmentation_epochs",
+    )  # fmt: skip
+    empty: str = _option(
+        "black", one_of("black", "whole"), "unet-classifier: what goes in where no foreground is found", rare=True,
+        argument="empty",
+    )  # fmt: skip
+    segmentation_weight: float = _option(0.99, number(0, 1), "multitask-unet: P", rare=True, argument="segmentation_weight")
+    penalty: Any = _option(
+        None,
+        unless_empty(number()),
+        "rrr, energy, distillation: weight of what they add (1000, 1, 1)",
+        rare=True,
+        argument="penalty",
+    )
+    mining_weight: float = _option(
+        1.0, number(), "gain: weight of attention mining", rare=True, argument="mining_weight"
+    )
+    supervision_weight: float = _option(
+        100.0, number(), "gain: weight of the MSE of Grad-CAM and mask", rare=True, argument="supervision_weight"
+    )
+    mining_score: str = _option(
+        "logit",
+        one_of("logit", "probability"),
+        "gain: what attention mining lowers, logit or probability",
+        rare=True,
+        argument="mining_score",
+    )
+    cam_layer: Any = _option(
+        None,
+        unless_empty(text),
+        "gain: module whose maps Grad-CAM takes (default: the last with maps)",
+        rare=True,
+        argument="cam_layer",
+    )
+    exact: bool = _option(
+        True, switch, "gain: differentiate the weights of Grad-CAM; false: constants", rare=True, argument="exact"
+    )
+    rule: str = _option(
+        "epsilon",
+        one_of("epsilon", "zplus", "gamma", "gradient"),
+        "energy, distillation: rule of the maps",
+        rare=True,
+        argument="rule",
+    )
+    teacher: Any = _option(
+        None,
+        unless_empty(text),
+        "distillation: run folder or weights of the frozen teacher",
+        rare=True,
+        argument="teacher",
+    )
+    augment_background: str = _option(
+        "none",
+        one_of("none", "swap", "erase"),
+        "change backgrounds before a heatmap loss: none, swap or erase",
+        rare=True,
+        argument="augment",
+    )
+    fill: str = _option("mean", one_of(*FILLS), "erased backgrounds: mean, noise or blur", rare=True, argument="fill")
+    feather: int = _option(
+        0, whole(0), "changed backgrounds: pixels in which the object goes over into it", rare=True, argument="feather"
+    )
     ranges: Any = _option(None, ranges, "C1 and C2: a pair or a calibration.json (default: calibrate)", rare=True)
     calibration_epochs: int = _option(1, whole(0), "plain epochs before C1 and C2 are measured", rare=True)
     calibration_batches: int = _option(
@@ -258,7 +345,7 @@ class Config:
     )
     calibration_lr: float = _option(1e-3, number(), "learning rate of the calibration", rare=True)
 
-    pretrained: Any = _option(False, pretrained, "start from the library's weights, or from a file")
+    pretrained: Any = _option(False, pretrained, "start from the library's weights, a run or a file")
     channels: int = _option(3, whole(1), "of the images the network sees: 3, or 1", rare=True)
     mean: list[float] = _option([], numbers, "normalisation; ImageNet's if pretrained, otherwise none", rare=True)
     std: list[float] = _option([], numbers, "normalisation", rare=True)
@@ -286,6 +373,9 @@ class Config:
     checkpoint_every: int = _option(
         0, whole(0), "updates between saved states, besides one after every epoch", rare=True
     )
+    checkpoint_minutes: float = _option(
+        10.0, number(), "minutes of training after which the state is saved, too; 0 for never", rare=True
+    )
     explained: int = _option(
         0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
     )
@@ -310,6 +400,7 @@ class Config:
             raise UsageError(f"mean and std need {self.channels} numbers each, or none.")
         if self.pretrained is True and not self.mean and self.channels == 3:
             self.mean, self.std = (list(values) for values in IMAGENET)
+        self.model = self.model or METHODS[self.method].default_model
         if self.lr == AUTO:
             self.lr = RATES[self.optimizer][self.pretrained is not False]
         if self.heatmap_weight == AUTO:
@@ -323,7 +414,7 @@ class Config:
         name = given.pop("preset", None)
         if name is not None and name not in PRESETS:
             raise UsageError(f"preset is {reprlib.repr(name)}; it has to be one of {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS.get(name, {}), **given})
+        return cls(**{**(PRESETS[name] if name is not None else {}), **given})
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any], *, stored: bool = False) -> Config:
@@ -355,12 +446,17 @@ class Config:
 
         Values that such an option has without being given are none: the file may be the config.yaml of another run.
         """
-        taken = options_of(method_class(self.method))
+        taken = options_of(method_class(self.method)) + (options_of(self.augmenting) if self.augmenting else [])
         for option in fields(self):
             argument, value = option.metadata["argument"], getattr(self, option.name)
             idle = argument and argument not in taken and option.name in given
             if idle and value not in (option.default, PRESETS["paper"].get(option.name, option.default)):
                 raise UsageError(f"{option.name} is {value!r}, but the method {self.method} has no such option.")
+
+    @property
+    def augmenting(self) -> type[Method] | None:
+        """What changes backgrounds before the method sees them."""
+        return METHODS.get(f"background-{self.augment_background}")
 
     def write(self) -> str:
         """As YAML."""

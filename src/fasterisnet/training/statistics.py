@@ -20,7 +20,7 @@ def measure_statistics(place: Place, method: Method, model: nn.Module, loader: L
     batches, and all end with the average of all. What was there before has no influence, so a run that was stopped in
     between does the same again.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None and not _frozen(m)]
     if not norms or not place.config.statistics_batches:
         return
     model.eval()
@@ -35,13 +35,19 @@ def measure_statistics(place: Place, method: Method, model: nn.Module, loader: L
         for batch in islice(loader.epoch(epoch), place.config.statistics_batches):
             images, *_ = place.moved(*batch)
             if len(images):
-                model(images)
+                method.outputs(model, images)
                 measured += 1
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
     if place.share[1] > 1:
         _average(place, norms, measured)
+
+
+def _frozen(norm: nn.Module) -> bool:
+    """A norm that is not trained keeps what it has."""
+    parameters = list(norm.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _average(place: Place, norms: list[_BatchNorm], measured: int) -> None:
