@@ -12,7 +12,7 @@ M = TypeVar("M", bound=nn.Module)
 
 RULES = ["epsilon", "zplus", "gamma", "gradient"]
 CLASSES = 4
-BOX = (-3.0, 3.0)
+BOX = (-6.0, 6.0)
 
 
 class Net(nn.Module):

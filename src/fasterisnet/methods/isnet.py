@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError, NonFiniteError
 from fasterisnet.losses import (
     Masks,
-    classification_loss,
     depth_shares,
     gathered_masks,
     has_foreground,
@@ -28,9 +27,10 @@ from fasterisnet.losses.heatmap import Foreground
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.check import first_bad_layer
 from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
+from fasterisnet.lrp.logits import plain
 from fasterisnet.lrp.targets import AllLogits, Target
 from fasterisnet.lrp.trace import Trace
-from fasterisnet.methods.base import Method, Parts
+from fasterisnet.methods.base import Loss, Method, Parts
 from fasterisnet.methods.depths import supervised_depths
 from fasterisnet.methods.ranges import Range, Ranges
 
@@ -46,7 +46,7 @@ class ISNet(Method):
     foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first
     layer (see `normalised_box`), None for no zB. ranges: C1 and C2, from `calibrate`, or one pair for all maps.
     deep_supervision: False, True (depths found by themselves, see `depths`) or names of modules. generator: for
-    reproducible draws; see `Method` for those of several processes.
+    reproducible draws; see `Method` for those of several processes. classification, attached_logits: see `Method`.
     """
 
     default_weight: ClassVar[float] = 0.9
@@ -69,7 +69,10 @@ class ISNet(Method):
         deep_supervision: bool | Sequence[str] = False,
         foreground: Foreground = "hybrid",
         generator: torch.Generator | None = None,
+        classification: Loss | None = None,
+        attached_logits: bool = False,
     ) -> None:
+        super().__init__(classification=classification, attached_logits=attached_logits)
         self.heatmap_weight: Weight = self.default_weight if heatmap_weight is None else heatmap_weight
         self.decay = decay
         self.background_weight, self.foreground_weight = background_weight, foreground_weight
@@ -142,6 +145,7 @@ class ISNet(Method):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """`(1-P) L_C + P L`, differentiable for every parameter. Samples without a mask count for L_C only."""
         check_inputs(model, images)
+        images, labels = plain(images), plain(labels)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(training):
@@ -154,12 +158,12 @@ class ISNet(Method):
         with trace.open():
             logits = trace.logits
             self._check_labels(logits, labels)
-            classification = classification_loss(logits, labels)
+            classification = self.classify(logits, labels)
             background, foreground, heatmap = self._heatmap_terms(trace, mask, include, model)
         total = self.combine(classification, heatmap)
         parts = Parts(
             total, classification, background, foreground, heatmap, len(images),
-            without_mask=int((~include).sum()), logits=logits.detach(),
+            without_mask=int((~include).sum()), logits=self.shown(logits),
         )  # fmt: skip
         return self._skip(parts, model, images) if not bool(torch.isfinite(total.detach())) else self._count(parts)
 

@@ -10,17 +10,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
+from fasterisnet.lrp.box import IMAGENET
 from fasterisnet.methods import METHODS
 
 Check = Callable[[Any], Any]
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 MOST = 2**53  # of anything that is counted
 LONGEST = 2**20  # bytes of a file of options
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 # --- kinds of values: each takes what YAML made of a text and returns what the run uses, or raises ValueError ---------
@@ -272,6 +270,8 @@ class Config:
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any]) -> Config:
         """The options of a YAML file, if any, with changes on top."""
+        import yaml
+
         values: Any = {}
         if path is not None:
             try:
@@ -289,6 +289,8 @@ class Config:
 
     def write(self) -> str:
         """As YAML."""
+        import yaml
+
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=110)
 
 
