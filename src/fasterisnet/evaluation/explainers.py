@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import decisions, logits_of
+from fasterisnet.lrp.explain import explain
 
 STEPS = 16
 CELLS = 8
@@ -40,9 +41,7 @@ def heatmaps(name: str, model: nn.Module, images: Tensor, *, box: tuple[Any, Any
         raise UsageError(f"There is no explainer '{name}'; there are {', '.join(EXPLAINERS)}.")
     if name in ("integrated", "occlusion"):
         return (_integrated if name == "integrated" else _occlusion)(model, images)
-    import fasterisnet as fi
-
-    return fi.explain(model, images, rule=name, box=box if name == "epsilon" else None)
+    return explain(model, images, rule=name, box=box if name == "epsilon" else None)
 
 
 def _integrated(model: nn.Module, images: Tensor) -> Tensor:
