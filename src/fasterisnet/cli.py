@@ -176,6 +176,7 @@ def _train(options: argparse.Namespace) -> int:
             default = option.default if option.default is not MISSING else []
             print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
         return DONE
+    from fasterisnet.audit.audit import audit_run
     from fasterisnet.runs.folder import Run
     from fasterisnet.training.console import Terminal
     from fasterisnet.training.distributed import LostProcessError, is_first_process, resume_hint
@@ -205,8 +206,15 @@ def _train(options: argparse.Namespace) -> int:
         _say_error(f"{error}{'' if str(error).endswith('.') else '.'} {resume_hint(config)}" if begun else str(error))
         return FAILED
     if is_first_process():
-        print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")
+        if config.audit:
+            audit_run(run, config.audit, watcher.say, trust=trust)
+        print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md{_page_of(run.folder)})")
     return DONE
+
+
+def _page_of(folder: Path) -> str:
+    """Where the audit is, if one was made."""
+    return ", the page to show: audit/audit.html" if (folder / "audit/audit.html").is_file() else ""
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -268,18 +276,14 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fasterisnet.data.pictures import readable
-    from fasterisnet.data.sources import is_own, open_source
     from fasterisnet.runs.folder import Run
-    from fasterisnet.runs.report import check_classes, measured_splits, own_classes, table
+    from fasterisnet.runs.report import check_classes, measured_splits, source_for, table
 
     _check_file(options.json)
     run = Run(options.run)
     config = run.config
     model, card = run.load_model(trust=options.trust)
-    data = options.data or config.data
-    own = {"foreground": config.foreground or None, "window": card.prepare.window} if is_own(data) else {}
-    own |= {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
-    source = open_source(data, seed=config.seed, **own_classes(data, card), **own)
+    source = source_for(run, card, options.data or "")
     check_classes(card, source)
     names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
     if not names:

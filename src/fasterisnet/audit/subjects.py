@@ -15,6 +15,7 @@ from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.models import build_model, load_weights
+from fasterisnet.runs.folder import Run
 
 KINDS = (
     "a run folder, NAME@FILE (a network of torchvision or timm and its weights), a file.onnx, or "
@@ -38,22 +39,12 @@ class Subject:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def known_classes(text: str) -> tuple[list[str], bool] | None:
-    """The classes that a run was trained on, and whether it has several labels an image; None of anything else."""
-    if not _is_run(text):
-        return None
-    from fasterisnet.runs.folder import Run
-
-    card = Run(text).load_weights()[1]
-    return card.classes, card.multi_label
-
-
 def open_subject(text: str, classes: int, *, prepare: Preparation | None = None, trust: bool = False) -> Subject:
     """The classifier that a text names. classes: how many the data has; prepare: how images become its input, which
     only runs know themselves.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if _is_run(text):
+    if is_run(text):
         return _run(text, device, trust)
     if text.lower().endswith(".onnx"):
         return _onnx(text, prepare or Preparation())
@@ -79,8 +70,6 @@ def logits_of_nothing(_: Tensor) -> Tensor:
 
 
 def _run(text: str, device: torch.device, trust: bool) -> Subject:
-    from fasterisnet.runs.folder import Run
-
     model, card = Run(text).load_model(trust=trust)
     prepare = replace(card.prepare, augmentation="none")
     facts = {"network": card.model, "epoch": card.epoch}
@@ -149,5 +138,6 @@ def _load(model: nn.Module, name: str, file: str) -> None:
         warnings.warn(f"{file}: not in the model: {', '.join(done.unused[:8])}.", stacklevel=2)
 
 
-def _is_run(text: str) -> bool:
+def is_run(text: str) -> bool:
+    """Whether a text names a run folder, or one that weights were copied to."""
     return (Path(text) / "best.safetensors").is_file() or (Path(text) / "config.yaml").is_file()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fasterisnet.audit.audit import audit_run
 from fasterisnet.benchmark.pictures import save_maps
 from fasterisnet.benchmark.recipe import Recipe, change
 from fasterisnet.benchmark.results import difference, finished, read_result
@@ -45,6 +46,8 @@ def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: st
         if is_first_process():
             watcher.say(f"--- {result.stem}{' (going on)' if goes_on else ''}")
         run = train(config, resume=goes_on, watcher=watcher, trust=trust)
+        if is_first_process() and config.audit:
+            audit_run(run, config.audit, watcher.say, trust=trust)
     if is_first_process():
         _write_result(run, config, result, command, shown, trust)
 

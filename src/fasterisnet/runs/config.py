@@ -248,6 +248,10 @@ class Config:
     explained: int = _option(
         0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
     )
+    audit: int = _option(
+        200, whole(0), "test images of the audit at the end: does the network look at the background? 0 for none",
+        rare=True,
+    )  # fmt: skip
     tensorboard: bool = _option(True, switch, "write logs for TensorBoard", rare=True)
 
     def __post_init__(self) -> None:

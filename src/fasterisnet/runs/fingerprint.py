@@ -29,7 +29,7 @@ from fasterisnet.runs.config import Config
 END = 4096  # bytes of a file that are looked at on either side
 SIZE = 8  # bytes of a hash
 # Where and how fast a run computes is nobody's business but the user's.
-FREE = ("data", "out", "workers", "loader_timeout", "tensorboard", "accelerator", "devices", "nodes", "explained")
+FREE = ("data", "out", "workers", "loader_timeout", "tensorboard", "accelerator", "devices", "nodes", "explained", "audit")
 State = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples, Source, readable_part
 from fasterisnet.data.pictures import readable
-from fasterisnet.data.sources import is_own
+from fasterisnet.data.sources import is_own, open_source
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
@@ -57,9 +57,19 @@ class Tests:
     unreadable: list[str] = field(default_factory=list)
 
 
-def own_classes(data: str, card: Card) -> dict[str, Any]:
-    """Data of the user's own may lack a class of the network; its labels are then numbered as the network's."""
-    return {"classes": card.classes} if is_own(data) and not card.multi_label else {}
+def source_for(run: Run, card: Card, data: str = "", *, seed: int | None = None) -> Source:
+    """Data to test a run on (its own, if none is named), with masks and windows read as the run reads them.
+
+    Data of the user's own may lack a class of the network; its labels are then numbered as the network's.
+    """
+    config = run.config if run.path("config.yaml").is_file() or not data else None
+    data = data or (config.data if config is not None else "")
+    own: dict[str, Any] = {}
+    if is_own(data):
+        own = {"window": card.prepare.window, "classes": None if card.multi_label else card.classes}
+        if config is not None:
+            own |= {"foreground": config.foreground or None, "refine_boxes": config.refine_boxes or None}
+    return open_source(data, seed=config.seed if seed is None and config is not None else seed or 0, **own)
 
 
 def check_classes(card: Card, source: Source) -> None:
