@@ -26,8 +26,8 @@ class LRP:
     epsilon, box, strict.
 
     Example:
-        >>> maps = LRP(model, rule="zplus").attribute(images, target=3)
-        >>> captum.attr.visualization.visualize_image_attr(maps[0].permute(1, 2, 0).numpy(), method="heat_map")
+        >>> maps = LRP(model, rule="zplus").attribute(images, target=1)
+        >>> shown = captum.attr.visualization.visualize_image_attr(maps[0].permute(1, 2, 0).numpy(), use_pyplot=False)
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def relevance(
         A map shaped like each input: a tensor for a tensor, a tuple for a sequence.
 
     Example:
-        >>> images.requires_grad_()
+        >>> images = images.requires_grad_()
         >>> logits = model(images)
         >>> maps = relevance(logits[range(len(images)), labels], images)
     """

@@ -55,6 +55,11 @@ class Method(ABC):
     of the present batch over all of them; None if each has as many as this one.
     classification: a loss of one's own instead of cross entropy, `(logits, labels) -> mean over the batch`: with class
     weights, focal, with label smoothing. attached_logits: `parts.logits` keep their gradient, for a further loss.
+
+    Example:
+        >>> method = Stochastic(heatmap_weight=0.7, ranges=ranges)
+        >>> parts = method.loss(model, images, labels, masks)
+        >>> parts.total.backward()
     """
 
     name: ClassVar[str] = ""
