@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,20 +25,24 @@ def part_of(parts: tuple[str, ...]) -> str:
     return "" if not parts or parts[0] == "__init__" else parts[0]
 
 
-def imports() -> Iterator[Import]:
+@cache
+def imports() -> list[Import]:
     """All of them, also those inside functions."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE).with_suffix("")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{place}: imports are absolute here"
-                whole = node.module == PACKAGE.name
-                names = [f"{node.module}.{alias.name}" for alias in node.names] if whole else [str(node.module)]
-            for name in names:
-                yield Import(place.as_posix(), part_of(place.parts), name)
+    return [found for path in sorted(PACKAGE.rglob("*.py")) for found in _imports_of(path)]
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
+    place = path.relative_to(PACKAGE).with_suffix("")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place}: imports are absolute here"
+            whole = node.module == PACKAGE.name
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if whole else [str(node.module)]
+        for name in names:
+            yield Import(place.as_posix(), part_of(place.parts), name)
 
 
 def own() -> Iterator[tuple[Import, str]]:
