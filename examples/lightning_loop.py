@@ -30,13 +30,13 @@ class Classifier(L.LightningModule):
 class Heatmaps(L.Callback):
     """Calibrates before training, unless a checkpoint has C1 and C2; tells the method the epoch, for schedules of P."""
 
-    def on_fit_start(self, trainer, pl_module) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         method = pl_module.step.method
         if method.ranges is None:
             trainer.fit_loop.setup_data()
             method.ranges = fi.calibrate(method, pl_module.step.model, trainer.train_dataloader, epochs=1)
 
-    def on_train_epoch_start(self, trainer, pl_module) -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.step.method.set_epoch(trainer.current_epoch)
 
 

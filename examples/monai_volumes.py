@@ -34,7 +34,7 @@ if __name__ == "__main__":
         "basic", [1, 1, 1, 1], [8, 16, 16, 16], spatial_dims=3, n_input_channels=1, conv1_t_size=3, conv1_t_stride=2,
         no_max_pool=True, num_classes=2,
     )  # fmt: skip
-    method = fi.Stochastic(heatmap_weight=0.5)  # the transforms leave images in [0, 1], the default of box
+    method = fi.Stochastic(heatmap_weight=0.5, box=(0, 1))  # the transforms leave images in [0, 1]
     method.ranges = fi.calibrate(method, model, loader, epochs=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(14):

@@ -11,8 +11,15 @@ from fasterisnet.lrp.rules import RuleTable
 from fasterisnet.lrp.trace import relevance
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import (
+    GAIN,
+    RRR,
+    BackgroundErase,
+    BackgroundSwap,
+    Distillation,
     Dual,
+    Energy,
     GradInput,
+    MaskedInput,
     Original,
     Parts,
     Selective,
@@ -27,7 +34,8 @@ from fasterisnet.methods.ranges import Ranges
 __version__ = "0.1.0"
 
 __all__ = [
-    "LRP", "Dual", "FasterISNetError", "GradInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning",
-    "Selective", "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "check", "create_model", "explain",
-    "figure", "keep_memory", "normalised_box", "overlay", "recording", "relevance", "targets",
+    "GAIN", "LRP", "RRR", "BackgroundErase", "BackgroundSwap", "Distillation", "Dual", "Energy", "FasterISNetError",
+    "GradInput", "MaskedInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning", "Selective",
+    "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "check", "create_model", "explain", "figure",
+    "keep_memory", "normalised_box", "overlay", "recording", "relevance", "targets",
 ]  # fmt: skip

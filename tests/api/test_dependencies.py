@@ -12,13 +12,12 @@ NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "yaml": "pyyaml"}
 BY_OTHERS = {
     "onnx": "torch.onnx.export writes with it",
     "onnxscript": "torch.onnx.export translates with it",
-    "segmentation-models-pytorch": "decoders of U-Nets",
     "tensorboard": "lightning's logger writes with it",
     "timm": "models by name: imported by its name",
 }
 # The parts that need one of the smaller extras, which the message of an ImportError names.
 EXTRAS = {
-    "boxes": {"data/boxes"}, "coco": {"data/boxes"}, "medical": {"data/medical"},
+    "app": {"app"}, "boxes": {"data/boxes"}, "coco": {"data/boxes"}, "medical": {"data/medical"},
     "export": {"audit/subjects", "evaluation/export"},
 }  # fmt: skip
 

@@ -58,8 +58,8 @@ def data_of(source: Source, data: str, threads: int) -> State:
 
 
 def changed_options(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first option that has another value, as `key = value, not value`; younger options had their default."""
-    defaults = options_of(Config(data="any"))
+    """The first option that has another value, as `key = value, not value`; younger options had no effect."""
+    defaults = options_of(Config.of({"data": "any", "preset": "paper"}))
     for key, value in now.items():
         old = before.get(key, defaults.get(key))
         if old != value:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.methods import METHODS, Method
 from fasterisnet.models import build_model
 from fasterisnet.files import read_json
 from fasterisnet.runs.card import Card
@@ -57,7 +58,7 @@ class Run:
         path = self.path("config.yaml")
         if not path.is_file():
             raise UsageError(f"{self.folder} is not a run folder: it has no config.yaml.")
-        return Config.read(path, {})
+        return Config.read(path, {}, stored=True)
 
     def create(self, config: Config) -> None:
         """Begin a run."""
@@ -116,7 +117,9 @@ class Run:
         """The trained network, a plain module in eval mode, and its card. trust: the user's word, for code it names."""
         state, card = self.load_weights(name)
         self._check_card(card, name)
-        model = build_model(card.model, len(card.classes), channels=card.prepare.channels, trust=trust)
+        size, channels = card.prepare.size, card.prepare.channels
+        model = build_model(card.model, len(card.classes), channels=channels, size=size, trust=trust)
+        model = METHODS.get(card.method, Method).network(model, channels, size, **card.shape)
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
@@ -183,6 +186,12 @@ class Run:
         writer.writeheader()
         writer.writerows({key: repr(value) for key, value in row.items()} for row in rows)
         write_text(self.path("metrics.csv"), stream.getvalue())
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """metrics.csv as it was written."""
+        with self.path("metrics.csv").open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
     @property
     def report(self) -> dict[str, Any] | None:

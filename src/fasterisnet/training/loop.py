@@ -15,7 +15,7 @@ from fasterisnet.data.loader import Epochs, LoadingError
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import ISNet, calibrate
+from fasterisnet.methods import Guided, ISNet, calibrate
 from fasterisnet.methods.ranges import Ranges
 from fasterisnet.models import build_model, check_trust
 from fasterisnet.runs import fingerprint
@@ -37,8 +37,9 @@ from fasterisnet.training.setup import (
     check_options,
     learning_rate,
 )
-from fasterisnet.training.state import Progress
-from fasterisnet.training.step import SUMS, LoggedStep, averages, validate, watch
+from fasterisnet.training.state import Progress, stage_of
+from fasterisnet.training.statistics import measure_statistics
+from fasterisnet.training.step import LoggedStep, averages, validate, watch
 
 PATIENCE = 10
 
@@ -57,22 +58,27 @@ class Training:
         self.source, self.loader = self.splits.source, self.splits.training
         torch.manual_seed(random_stream(config.seed, WEIGHTS))
         model = build_model(
-            config.model, len(self.source.classes), channels=config.channels, trust=trust,
+            config.model, len(self.source.classes), channels=config.channels, size=config.size, trust=trust,
             pretrained=config.pretrained if state is None else False,
         )  # fmt: skip
+        self.method = build_method(config)
+        self.shape = {name: getattr(self.method, name) for name in self.method.shaping}
+        model = self.method.network(model, config.channels, config.size, **self.shape)
         check_model(config, model, len(self.source.classes))
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
-        self.method = build_method(config)
-        check_method(config, self.method, model, self.source)
+        for line in check_method(config, self.method, model, self.source):
+            self.say(line)
         self.method.generator, self.method.share = torch.Generator(), self.place.share
         self.state = state
         self.data = self._fingerprint()
-        self.updates = config.epochs * -(-self.loader.batches.count() // config.accumulate)
+        self.updates = -(-self.loader.batches.count() // config.accumulate)
+        self.stages = [0, *self.method.plan(config.epochs), config.epochs]
         self.model = model
-        self.step, self.optimizer = fabric.setup(LoggedStep(model, self.method), build_optimizer(config, model))
+        self.logged = LoggedStep(model, self.method)
+        self.step, self.optimizer = fabric.setup(self.logged, build_optimizer(config, model))
         self.progress = Progress()
-        self.sums = self.earlier = torch.zeros(len(SUMS), dtype=torch.float64)
+        self.sums = self.earlier = torch.zeros(len(self.logged.sums), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
         self.clock: float | None = None
 
@@ -156,11 +162,11 @@ class Training:
             self._check_momentum()
             self.fabric.strategy.precision.load_state_dict(state["precision"])
             self.earlier, self.sums = state["sums"], state.get("open", torch.zeros_like(state["sums"]))
-            if {self.earlier.shape, self.sums.shape} != {(len(SUMS),)}:
+            if {self.earlier.shape, self.sums.shape} != {(len(self.logged.sums),)}:
                 raise ValueError("the sums of the log are incomplete")
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise InputError(f"{path} does not fit this run: {error}") from error
-        if isinstance(self.method, ISNet):
+        if isinstance(self.method, Guided):
             self.method.skipped = self.progress.skipped
         if not state["checked"] or "options" not in state:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
@@ -217,6 +223,7 @@ class Training:
             begin = self.clock = time.perf_counter()
             self.loader.waited = 0.0
             self.method.set_epoch(self.progress.epoch)
+            self.method.epoch_begins(self.model)
             try:
                 self._train_epoch()
                 self._count_seconds()
@@ -264,13 +271,13 @@ class Training:
                     and progress.batch < batches
                 ):
                     self.save()
-            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.method))
+            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.logged))
 
     def _update(self) -> None:
         """One step of SGD, left out if a gradient is not finite; many such in a row end the run."""
         progress, config = self.progress, self.config
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, progress.updates, self.updates)
+            group["lr"] = self._rate(progress.updates)
         norm = self.fabric.clip_gradients(
             self.step, self.optimizer, max_norm=config.clip or math.inf, error_if_nonfinite=False
         )
@@ -289,17 +296,24 @@ class Training:
                 )
         self.optimizer.zero_grad()
 
+    def _rate(self, done: int) -> float:
+        """The rate of the next update; every stage begins its schedule anew."""
+        first, after = stage_of(self.stages, self.progress.epoch)
+        return learning_rate(self.config, done - first * self.updates, (after - first) * self.updates)
+
     def _finish_epoch(self, seconds: float, waiting: float) -> None:
         progress, config = self.progress, self.config
         total = self.earlier + self.place.added(self.sums)
-        named = dict(zip(SUMS, total.tolist(), strict=True))
-        trained = averages(total, "train", self.method)
+        named = dict(zip(self.logged.sums, total.tolist(), strict=True))
+        trained = averages(total, "train", self.logged)
+        first, ends = stage_of(self.stages, progress.epoch)
+        measure_statistics(self.place, self.method, self.model, self.loader, progress.epoch)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
-            "lr": learning_rate(config, progress.updates - 1, self.updates),
+            "lr": self._rate(progress.updates - 1),
             **trained,
-            **validate(self.place, self.step.module, self.splits.validation),
+            **validate(self.place, self.logged, self.splits.validation, ends - 1),
             **watch(self.place, self.model, self.splits.watched),
             "without_mask": int(named["samples"] - named["with_mask"]),
             "skipped": int(named["skipped"]) + progress.skipped,
@@ -308,20 +322,25 @@ class Training:
             raise NonFiniteError(
                 f"The loss is not a number after epoch {progress.epoch + 1}; lower lr, which is {config.lr:g}."
             )
+        remark, score = self.method.epoch_ends(self.model, row), float(self.method.score(row))
         progress.rows.append(row)
-        better = row["val_loss"] < progress.best_loss
+        better = progress.is_better(score, config, (first, ends))
+        save = better or math.isinf(progress.best_loss)
         if better:
-            progress.best_loss, progress.best_epoch = float(row["val_loss"]), progress.epoch
+            progress.best_loss, progress.best_epoch = score, progress.epoch
         progress.epoch, progress.batch = progress.epoch + 1, 0
         self.earlier, self.sums = torch.zeros_like(total), torch.zeros_like(total)
         stuck = config.early_stopping > 0 and progress.epoch - progress.best_epoch > config.early_stopping
-        progress.finished = progress.epoch >= config.epochs or stuck
+        progress.finished = progress.epoch >= config.epochs or (stuck and ends == config.epochs)
+        weights = "best" if ends == config.epochs else f"best-until-{ends}"
         if self.fabric.is_global_zero:
-            if better or progress.best_epoch < 0:
-                self.run.save_weights(self.model.state_dict(), self.card())
+            if save:
+                self.run.save_weights(self.model.state_dict(), self.card(), weights)
             self.run.write_metrics(progress.rows)
             if self.board is not None:
                 self.board.log(progress.epoch, {**row, "waiting": waiting})
+        if progress.epoch == ends < config.epochs:
+            self._next_stage(weights)
         self.save()
         masks = named["with_mask"] / max(named["samples"], 1)
         missing = f", masks {masks:.0%}" if masks < 1 and self.method.needs_masks else ""
@@ -330,7 +349,14 @@ class Training:
             f"{row['train_classification']:.4f}, background {row['train_background']:.3f}, foreground "
             f"{row['train_foreground']:.3f})  val {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.3f}"
             f"{missing}{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
+            f"{'  ' if remark else ''}{remark}"
         )
+
+    def _next_stage(self, weights: str) -> None:
+        """The network goes back to the best epoch of the stage that is over, and a new search for the best begins."""
+        self.fabric.barrier()
+        self.model.load_state_dict(self.run.load_weights(weights)[0])
+        self.progress.best_loss, self.progress.best_epoch = math.inf, self.progress.epoch - 1
 
     def card(self) -> Card:
         """What the weights of this epoch are of."""
@@ -338,6 +364,7 @@ class Training:
         return Card(
             config.model, self.source.classes, self.source.multi_label, self.preparation.to_dict(), config.method,
             config.zb, int(last["epoch"]), float(last["val_loss"]) if math.isfinite(last["val_loss"]) else None,
+            self.shape,
         )  # fmt: skip
 
 

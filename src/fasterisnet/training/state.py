@@ -9,6 +9,11 @@ from fasterisnet.runs.config import Config
 from fasterisnet.runs.folder import Row
 
 
+def stage_of(bounds: list[int], epoch: int) -> tuple[int, int]:
+    """The first epoch of the stage that an epoch belongs to, and the one after its last; bounds: of all stages."""
+    return max(b for b in bounds if b <= epoch), min(b for b in bounds if b > epoch)
+
+
 @dataclass
 class Progress:
     """Where a run is."""
@@ -23,6 +28,18 @@ class Progress:
     finished: bool = False
     seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
+
+    def is_better(self, loss: float, config: Config, stage: tuple[int, int] | None = None) -> bool:
+        """Whether the network of this epoch is to be kept: the lowest loss of those after `settled`, if there are any.
+
+        Before the learning rate has come down, a low loss is luck. stage: its first epoch and the one after, of a run
+        with several; those before the last one are chosen from whole.
+        """
+        first, after = stage or (0, config.epochs)
+        share = config.settled if after == config.epochs else 0.0
+        begin = first + min(math.ceil(share * (after - first)), after - first - 1)
+        now = self.best_epoch < begin <= self.epoch and math.isfinite(loss)
+        return loss < self.best_loss or (now and begin > first)
 
     def check(self, config: Config, batches: int) -> None:
         """Raises a ValueError for what no run of these options can have come to."""
