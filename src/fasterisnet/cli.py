@@ -1,6 +1,6 @@
 """The command line: `fasterisnet train | evaluate | explain | audit | export | data check | benchmark | demo`.
 
-Exit codes: 0 done, 1 the work failed, 2 wrong usage.
+Exit codes: 0 done, 1 the work failed, 2 wrong usage, 128 + N stopped by signal N (Ctrl-C: 130, SIGTERM: 143).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fasterisnet import __version__
 from fasterisnet.errors import FasterISNetError, InputError, NonFiniteError, UsageError
 
-DONE, FAILED, USAGE = 0, 1, 2
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -86,7 +86,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--format", default="onnx", choices=("onnx", "pt2"), help="ONNX or torch.export (default: %(default)s)"
     )
-    p.add_argument("--out", metavar="FILE", required=True)
+    p.add_argument("--out", metavar="FILE", required=True, help="the model card and predict.py go beside it")
+    p.add_argument("--audit", metavar="DIR", help="of `fasterisnet audit`, for the card (default: in the run folder)")
 
     p = _command(
         commands, "data", "Look after data.", "  fasterisnet data check DIR", None,
@@ -152,7 +153,9 @@ def _add_train(commands: Any) -> None:
     )  # fmt: skip
     p.usage = "fasterisnet train --data DIR [--method NAME] [--model NAME] [option ...]"
     p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
-    p.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped; takes no other option")
+    p.add_argument(
+        "--resume", metavar="RUN", help="go on with a run that was stopped; --epochs N extends one that ended"
+    )
     p.add_argument("--trust", action="store_true", help="import the model that --config or --resume names as code")
     p.add_argument("--data-changed-ok", action="store_true", help="with --resume: go on although the data changed")
     p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
@@ -196,10 +199,9 @@ def _train(options: argparse.Namespace) -> int:
     from fasterisnet.training.loop import train
 
     if options.resume:
-        if given or options.config:
-            raise UsageError("--resume takes the options of the run it goes on with, and no others.")
-        config = Run(options.resume).config
-        config.out = options.resume
+        if given.keys() - {"epochs"} or options.config:
+            raise UsageError("--resume takes the options of the run it goes on with; none but --epochs may be given.")
+        config = replace(Run(options.resume).config, **given, out=options.resume)
     else:
         config = Config.read(Path(options.config) if options.config else None, given)
     trust = options.trust or (not options.resume and "model" in given)  # who writes a name into a command means it
@@ -209,9 +211,10 @@ def _train(options: argparse.Namespace) -> int:
                 config, resume=bool(options.resume), watcher=watcher, trust=trust,
                 data_changed_ok=options.data_changed_ok,
             )  # fmt: skip
-    except KeyboardInterrupt:
-        _say_error(f"stopped; {resume_hint(config)}")
-        return FAILED
+    except KeyboardInterrupt as error:
+        if is_first_process():
+            _say_error(f"{error or 'stopped'}; {resume_hint(config)}")
+        return getattr(error, "code", INTERRUPTED)
     except (UsageError, LostProcessError, NonFiniteError):
         raise
     except (FasterISNetError, OSError) as error:
@@ -390,16 +393,12 @@ def _check_file(path: str | None) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    import torch
-
-    from fasterisnet.evaluation.export import export_model
+    from fasterisnet.runs.export import export_run
     from fasterisnet.runs.folder import Run
 
     _check_file(options.out)
-    model, card = Run(options.run).load_model(trust=options.trust)
-    size, channels = card.prepare.size, card.prepare.channels
-    export_model(model, options.out, options.format, example=torch.rand(2, channels, size, size))
-    print(f"{options.out}: input (batch, {channels}, {size}, {size}), output (batch, {len(card.classes)}) logits")
+    for path in export_run(Run(options.run), options.out, options.format, trust=options.trust, audit=options.audit):
+        print(path)
     return DONE
 
 
@@ -493,8 +492,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _known_to_all(error):
             _say_error(str(error))
         return USAGE if isinstance(error, UsageError) else FAILED
-    except KeyboardInterrupt:
-        _say_error("stopped")
+    except KeyboardInterrupt as error:
+        _say_error(f"{error or 'stopped'}")
+        return getattr(error, "code", INTERRUPTED)
     except OSError as error:
         _say_error(str(error))
     except ModuleNotFoundError as error:

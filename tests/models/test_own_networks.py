@@ -76,7 +76,7 @@ def test_of_any_size_explained_and_exported(name: str, size: int, tmp_path: Path
     model.eval()
     found = fi.explain(model, images(size), box=(0.0, 1.0))
     assert found.shape == (2, 3, size, size) and bool(found.isfinite().all()) and float(found.abs().sum()) > 0
-    if size == 28:
+    if size == 28 and name != "segmented":  # that one is exported where it is trained
         export_model(model, tmp_path / "model.onnx", "onnx", example=images(size))  # proves itself that both are equal
         assert (tmp_path / "model.onnx").stat().st_size > 0
 

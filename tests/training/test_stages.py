@@ -115,12 +115,13 @@ def stopping(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, calls: int)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("stages") / "run"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fasterisnet.runs.report.picture", lambda *_: None)
         patch.setattr(unet_classifier, "unet", lambda _e, c, _s: nn.Sequential(nn.BatchNorm2d(c), plain_segmenter(c)))
-        folder = tmp_path_factory.mktemp("stages") / "run"
         loop.train(Config(**STAGES, checkpoint_every=1, out=str(folder)))
-        yield outcome(folder)
+    return outcome(folder)
 
 
 # two updates an epoch and a state after each; states: one at the start, then two an epoch
@@ -190,9 +191,8 @@ def test_two_processes_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    config = Config(**{**STAGES, **changes, "out": str(tmp_path / "run")})
     with pytest.raises((InputError, UsageError), match=words) as caught:
-        loop.train(config)
+        loop.train(Config.read(None, {**STAGES, **changes, "out": str(tmp_path / "run")}))
     assert "\n" not in str(caught.value) and not (tmp_path / "run" / "config.yaml").exists()
 
 

@@ -56,8 +56,6 @@ class Recipe:
         for key in known:
             if key not in (*content, "metric", "quick"):
                 raise UsageError(f"{what} has no '{key}'.")
-        if file is None:  # ours may be ahead of what is installed
-            content["rows"] = {row: o for row, o in content["rows"].items() if o.get("method", "stochastic") in METHODS}
         for row, options in {"common": content["common"], **content["rows"]}.items():
             for option in options:
                 if option not in (*OPTIONS, "data_options") or option in OWN:

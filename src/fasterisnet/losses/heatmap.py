@@ -108,7 +108,8 @@ class HeatmapLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.c1, self.c2 = c1, c2
-        self.decay, self.w1, self.w2, self.e = decay, w1, w2, e
+        self.decay: Decay = decay
+        self.w1, self.w2, self.e = w1, w2, e
         self.foreground: Foreground = foreground
 
     def forward(self, heatmaps: Tensor, masks: Tensor, include: Tensor | None = None) -> HeatmapLossParts:

@@ -78,7 +78,7 @@ def relevance(
                 f"The score does not depend on the input of shape {tuple(t.shape)} in a differentiable way."
             )
     with torch.set_grad_enabled(create_graph):
-        maps = tuple(_map(found.get(end, {}), t) for end, t in zip(ends, values, strict=True))
+        maps = tuple(_map(found[end], t) for end, t in zip(ends, values, strict=True))
     return maps if several else maps[0]
 
 

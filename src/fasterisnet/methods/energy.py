@@ -32,7 +32,7 @@ class OfLabel(Penalised):
         rule: str = "epsilon",
         *,
         epsilon: float = 0.01,
-        box: tuple[Any, Any] | None = (0.0, 1.0),
+        box: tuple[Any, Any] | None = None,
         augment: Background | None = None,
         **common: Any,
     ) -> None:

@@ -186,9 +186,8 @@ def needed(package: str) -> Any:
 
 def _without_idle_parts(encoder: nn.Module, images: Tensor) -> None:
     """An encoder of less depth keeps its last stages, which nothing runs through: they go."""
-    used = torch.autograd.grad(
-        sum(f.sum() for f in encoder.eval()(images) if f.requires_grad), list(encoder.parameters()), allow_unused=True
-    )  # pyright: ignore[reportCallIssue, reportArgumentType]
+    total = torch.stack([f.sum() for f in encoder.eval()(images) if f.requires_grad]).sum()
+    used = torch.autograd.grad(total, list(encoder.parameters()), allow_unused=True)
     idle = {id(p) for p, gradient in zip(encoder.parameters(), used, strict=True) if gradient is None}
     _prune(encoder.train(), idle)
 

@@ -22,7 +22,7 @@ MOST = 2**53  # of anything that is counted
 LONGEST = 2**20  # bytes of a file of options
 AUTO = "auto"
 # What `lr: auto` is, by optimiser: from random weights, and from weights that were trained before.
-RATES = {"adamw": (1e-3, 1e-4), "sgd": (0.1, 0.01)}
+RATES = {"adamw": (2e-3, 2e-4), "sgd": (0.1, 0.01)}
 # Options under one name; any that is given besides wins. `paper` is also what every run did before an option of it was
 # there or got another default, so it is what a file of an older version means where it says nothing.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -154,6 +154,19 @@ def ranges(value: Any) -> str | list[float] | None:
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
 
 
+def weights(value: Any) -> str | list[float] | None:
+    """The word balanced, a weight for each class, or nothing."""
+    if value is None or value == "balanced":
+        return value
+    try:
+        found = numbers(value)
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise ValueError("balanced, or a list with a number above 0 for each class") from None
+    return found
+
+
 def labels(value: Any) -> list[int]:
     """Numbers of labels."""
     if value in (None, "", []):
@@ -220,6 +233,9 @@ class Config:
         "balanced repeats images of rare classes: all are seen alike",
         rare=True,
     )
+    class_weights: Any = _option(
+        None, weights, "balanced, or a list: how much a sample of each class counts in the classification loss", rare=True
+    )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
     schedule: str = _option("onecycle", one_of("constant", "cosine", "onecycle"), "onecycle, cosine or constant")
@@ -230,7 +246,7 @@ class Config:
         0.7, number(0, 1), "share of the epochs after which the best one is chosen, by validation loss", rare=True
     )
     statistics_batches: int = _option(
-        64, whole(0), "training batches to measure batch norms on before validation; 0 leaves them", rare=True
+        50, whole(0), "training batches to measure batch norms on before validation; 0 leaves them", rare=True
     )
     watch: list[str] = _option([], names, "splits whose accuracy is logged after every epoch", rare=True)
     holdout: float = _option(
@@ -355,6 +371,9 @@ class Config:
     checkpoint_every: int = _option(
         0, whole(0), "updates between saved states, besides one after every epoch", rare=True
     )
+    checkpoint_minutes: float = _option(
+        10.0, number(), "minutes of training after which the state is saved, too; 0 for never", rare=True
+    )
     explained: int = _option(
         0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
     )
@@ -393,7 +412,7 @@ class Config:
         name = given.pop("preset", None)
         if name is not None and name not in PRESETS:
             raise UsageError(f"preset is {reprlib.repr(name)}; it has to be one of {', '.join(PRESETS)}.")
-        return cls(**{**PRESETS.get(name, {}), **given})
+        return cls(**{**(PRESETS[name] if name is not None else {}), **given})
 
     @classmethod
     def read(cls, path: Path | None, changes: Mapping[str, Any], *, stored: bool = False) -> Config:

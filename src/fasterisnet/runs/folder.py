@@ -5,6 +5,7 @@ data.json           how many samples each split had when the run began, and how 
 calibration.json    C1 and C2
 metrics.csv         one row an epoch
 best.safetensors    the weights of the best epoch, a plain state_dict; best.json says what they are of
+best-until-N.*      of a run in stages: the same of the stage that ended with epoch N
 state.pt            everything needed to go on (tensors and plain values only)
 report.md, .json    the tests, after the last epoch
 """
@@ -68,10 +69,10 @@ class Run:
 
     def save_weights(self, state: dict[str, Tensor], card: Card, name: str = "best") -> None:
         """Weights as safetensors, with their card inside and, for people, beside them."""
-        described = json.dumps(asdict(card), indent=2)
+        described = json.dumps(card.to_dict(), indent=2)
         copies = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
         content = save(copies, {"card": described})
-        beside = {**asdict(card), **self._checksums(name, hashlib.sha256(content).hexdigest())}
+        beside = {**card.to_dict(), **self._checksums(name, hashlib.sha256(content).hexdigest())}
         write_text(self.path(f"{name}.json"), json.dumps(beside, indent=2))
         write_bytes(self.path(f"{name}.safetensors"), content)
 
