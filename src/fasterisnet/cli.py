@@ -17,6 +17,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fasterisnet import __version__
 from fasterisnet.errors import FasterISNetError, InputError, NonFiniteError, UsageError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="example:\n  fasterisnet train --data DIR --method stochastic --model resnet50 --out runs/mine\n"
         "  fasterisnet evaluate runs/mine --data DIR --split test",
     )  # fmt: skip
+    main.add_argument("--version", action="version", version=f"fasterisnet {__version__}")
     commands = main.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_tune(commands)

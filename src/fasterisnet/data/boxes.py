@@ -230,8 +230,8 @@ def opencv() -> ModuleType:
         import cv2  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
-            "Refining boxes by GrabCut needs OpenCV: install the package 'opencv-python-headless', "
-            "or leave refine_boxes off."
+            "Refining boxes by GrabCut needs OpenCV: pip install 'fasterisnet[boxes]' (or the package "
+            "'opencv-python-headless' itself), or leave refine_boxes off."
         ) from error
     return cv2
 

@@ -81,7 +81,16 @@ def check(
     epsilon: float = 0.01,
     box: tuple[Any, Any] | None = None,
 ) -> Verdict:
-    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold."""
+    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold.
+
+    Takes what `explain` takes. The verdict is true if the maps can be trusted, lists its `problems` and prints as a
+    table.
+
+    Example:
+        >>> verdict = check(model, images)
+        >>> bool(verdict), verdict.problems
+        (True, [])
+    """
     check_inputs(model, images)
     table = rules.table(rule, epsilon)
     wanted = resolve(target)
