@@ -58,7 +58,7 @@ def evaluate(
         for images, truth, masks in batches:
             shown = images.to(device)
             with torch.no_grad():
-                logits.append(logits_of(model, shown).double().cpu())
+                logits.append(logits_of(model, shown).cpu().double())
             labels.append(truth.cpu())
             if attention:
                 chosen = (torch.arange(met, met + len(shown)).double() * GOLDEN % 1 < share).to(device)
@@ -176,7 +176,7 @@ def _attention(model: nn.Module, images: Tensor, masks: Tensor, box: tuple[Any, 
     if not bool(known.any()):
         return torch.empty(0, 2, dtype=torch.float64)
     maps, masks = explain(model, images[known], box=box), masks[known]
-    return torch.stack([background_mass(maps, masks), highest_pixel_inside(maps, masks)], 1).cpu()
+    return torch.stack([background_mass(maps, masks), highest_pixel_inside(maps, masks)], 1)
 
 
 def _looked(values: Tensor) -> Metrics:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
 from fasterisnet.methods import METHODS
@@ -293,6 +291,8 @@ class Config:
         """The options of a YAML file, if any, with changes on top."""
         values: Any = {}
         if path is not None:
+            import yaml
+
             try:
                 values = yaml.safe_load(read_file(path, LONGEST, pipes=True).decode("utf-8")) or {}
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -308,6 +308,8 @@ class Config:
 
     def write(self) -> str:
         """As YAML."""
+        import yaml
+
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=110)
 
 
