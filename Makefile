@@ -17,7 +17,7 @@ COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --upgrade --q
 export UV_HTTP_TIMEOUT ?= 300
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: help setup test lint format bench coverage-table soak demo lock clean
+.PHONY: help setup test lint format bench coverage-table soak demo docs lock clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ soak: setup  ## kill runs at random for half an hour and compare them with runs 
 
 demo: setup  ## train a classifier that cheats and one that does not, and show where both look (3 minutes)
 	$(BIN)/fasterisnet demo --out runs/demo
+
+docs: setup  ## the guide as a site, into site/ (no network)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lock: $(VENV)/uv.stamp  ## resolve the requirements anew (rewrites requirements/*.txt)
 	$(COMPILE) requirements/uv.in -o requirements/uv.txt

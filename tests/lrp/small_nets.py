@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-M = TypeVar("M", bound=nn.Module)
+from fasterisnet import explain
+from lrp.helpers import Net, parameter_gradients, pictures, randomised, relu_rule
 
 RULES = ["epsilon", "zplus", "gamma", "gradient"]
 CLASSES = 4
 BOX = (-3.0, 3.0)
-
-
-class Net(nn.Module):
-    """A network made of a function of itself and its input, and of named modules."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 class Residual(nn.Module):
@@ -49,36 +38,8 @@ class Residual(nn.Module):
         return self.fc(self.dropout(self.pool(self.relu(out))).flatten(1))
 
 
-def randomised(model: M, seed: int = 0) -> M:
-    """The same model in float64, nothing in it at a special value."""
-    generator = torch.Generator().manual_seed(seed)
-    model = model.double()
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(0.4 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-                for positive in (module.running_var, module.weight):
-                    if positive is not None:
-                        positive.copy_(0.5 + torch.rand(positive.shape, generator=generator, dtype=torch.float64))
-    return model
-
-
 def residual(*, training: bool = False, seed: int = 0) -> Residual:
     return randomised(Residual(), seed).train(training)
-
-
-def pictures(*shape: int, seed: int = 1) -> Tensor:
-    shape = shape or (3, 3, 6, 6)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def parameter_gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Gradients of the loss by parameter; zeros where it has none."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, grads, strict=True)}
 
 
 def assert_derivative(loss: Callable[[], Tensor], variable: Tensor, gradient: Tensor, *, step: float = 1e-6) -> None:
@@ -95,3 +56,89 @@ def assert_derivative(loss: Callable[[], Tensor], variable: Tensor, gradient: Te
         numeric = (values[0] - values[1]) / (2 * step)
         analytic = (gradient * direction).sum().item()
         assert abs(numeric - analytic) <= 1e-6 * max(abs(numeric), abs(analytic), 1e-3), (numeric, analytic)
+
+
+def assert_explained_alike(
+    trap: nn.Module, plain: nn.Module, images: Tensor, *, rule: str, tolerance: float = 1e-10, **options: Any
+) -> Tensor:
+    """Same map, trainable or not, and same gradients of a loss on it, for two networks with the same parameters."""
+    results = []
+    for model in (trap, plain):
+        untrained = explain(model, images, 1, rule=rule, **options)
+        heatmap = explain(model, images, 1, rule=rule, create_graph=True, strict=True, **options)
+        torch.testing.assert_close(untrained, heatmap.detach())
+        results.append((heatmap.detach(), parameter_gradients(model, heatmap.square().sum())))
+    (first, first_grads), (second, second_grads) = results
+    assert second.abs().max() > 0 and second.isfinite().all()
+    torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
+    scale = max(float(grad.abs().max()) for grad in second_grads.values())
+    for name in first_grads.keys() | second_grads.keys():
+        torch.testing.assert_close(first_grads[name], second_grads[name], rtol=tolerance, atol=tolerance * scale)
+    return first
+
+
+def behind(place: str, act: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Tensor]:
+    """A network with an activation behind a convolution, batch norm, linear operation, sum or view."""
+    images = pictures(2, 3, 4, 4)
+    parts: dict[str, nn.Module] = {"conv": nn.Conv2d(3, 5, 3, padding=1), "fc": nn.Linear(80, 3)}
+    functions: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "conv": lambda m, x: m.fc(act(m.conv(x)).flatten(1)),
+        "bn": lambda m, x: m.fc(act(m.bn(m.conv(x))).flatten(1)),
+        "first bn": lambda m, x: m.fc(act(m.conv(act(m.bn(x)))).flatten(1)),
+        "linear": lambda m, x: m.fc(act(m.hidden(x.flatten(1)))),
+        "linear 3-D": lambda m, x: m.fc(act(m.tokens(x.flatten(2))).flatten(1)),
+        "linear 4-D": lambda m, x: m.fc(act(m.deep(x)).flatten(1)),
+        "matmul": lambda m, x: m.fc(act(x.flatten(1) @ m.hidden.weight.T)),
+        "add": lambda m, x: m.fc(act(m.conv(x) + m.other(x)).flatten(1)),
+        "iadd": lambda m, x: m.fc(act(m.conv(x).add_(m.other(x))).flatten(1)),
+        "view": lambda m, x: m.fc(act(m.conv(x).view(2, -1))),
+        "transpose": lambda m, x: m.fc(act(m.conv(x).transpose(1, 2)).flatten(1)),
+        "cat": lambda m, x: m.fc(act(torch.cat([m.conv(x)[:, :2], m.other(x)[:, :3]], 1)).flatten(1)),
+        "pool": lambda m, x: m.fc(F.pad(act(F.avg_pool2d(m.conv(x), 3, 1)), (1, 1, 1, 1)).flatten(1)),
+        "layer norm": lambda m, x: m.fc(act(m.norm(m.conv(x))).flatten(1)),
+        "product": lambda m, x: m.fc(act(m.conv(x) * m.other(x)).flatten(1)),
+    }
+    extra: dict[str, dict[str, Callable[[], nn.Module]]] = {
+        "bn": {"bn": lambda: nn.BatchNorm2d(5)},
+        "first bn": {"bn": lambda: nn.BatchNorm2d(3)},
+        "linear": {"hidden": lambda: nn.Linear(48, 80)},
+        "matmul": {"hidden": lambda: nn.Linear(48, 80, bias=False)},
+        "linear 3-D": {"tokens": lambda: nn.Linear(16, 16), "fc": lambda: nn.Linear(48, 3)},
+        "linear 4-D": {"deep": lambda: nn.Linear(4, 4), "fc": lambda: nn.Linear(48, 3)},
+        "layer norm": {"norm": lambda: nn.LayerNorm([5, 4, 4])},
+    }
+    for name in ("add", "iadd", "cat", "product"):
+        extra[name] = {"other": lambda: nn.Conv2d(3, 5, 1)}
+    parts |= {name: build() for name, build in extra.get(place, {}).items()}
+    return randomised(Net(functions[place], **parts)).eval(), images
+
+
+def zeroed(t: Tensor) -> Tensor:
+    t[:, 0] = 0
+    return t
+
+
+def in_place_sum(a: Tensor, b: Tensor) -> Tensor:
+    a += b
+    return a
+
+
+def gate_by_operator(x: Tensor, g: Tensor) -> Tensor:
+    x *= g
+    return x
+
+
+def squeeze_excite(apply: Callable[[Tensor, Tensor], Tensor], *, surrogate: bool = False) -> nn.Module:
+    relu = relu_rule if surrogate else torch.relu
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.conv(x)
+        gate = torch.sigmoid(m.up(relu(m.down(x.mean((2, 3), keepdim=True)))))
+        return m.fc(apply(x, gate.detach() if surrogate else gate).flatten(1))
+
+    parts = {"down": nn.Conv2d(5, 2, 1), "up": nn.Conv2d(2, 5, 1)}
+    return randomised(Net(forward, conv=nn.Conv2d(3, 5, 3, padding=1), fc=nn.Linear(80, 3), **parts))
+
+
+def attention_net(function: Callable[[Any, Tensor], Tensor], **parts: nn.Module) -> nn.Module:
+    return randomised(Net(function, embed=nn.Linear(5, 8), **parts, fc=nn.Linear(8, 3))).eval()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fasterisnet import explain
 from fasterisnet.errors import FasterISNetError
 from fasterisnet.lrp.targets import Eta, Logit
-from lrp.small_nets import BOX, RULES, Net, pictures, randomised, residual
+from lrp.helpers import Net, pictures, randomised
+from lrp.small_nets import BOX, RULES, residual
 
 
 def refuses(words: list[str], model: nn.Module, images: Any, *arguments: Any, **options: Any) -> None:

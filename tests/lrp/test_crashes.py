@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -166,8 +167,9 @@ def checked(model: nn.Module, *arguments: Any, **options: Any) -> Any:
 def test_check_with_one_target_a_sample() -> None:
     for target in (torch.tensor([0, 2]), [0, 2], torch.tensor([1, 1])):
         assert checked(small(), target).ok
-    images = pictures(5, 3, 4, 4)
-    assert fi.check(small(), images, torch.tensor([0, 1, 2, 0, 1])).ok
+    images, classes = pictures(5, 3, 4, 4), [0, 1, 2, 0, 1]
+    for target in (classes, torch.tensor(classes), np.array(classes)):
+        assert fi.check(small(), images, target).ok
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fasterisnet import explain
 from fasterisnet.lrp.targets import AllLogits, Eta, Joint, Logit, Probability
-from lrp.small_nets import BOX, RULES, Net, pictures, randomised, residual
+from lrp.helpers import Net, pictures, randomised
+from lrp.small_nets import BOX, RULES, residual
 
 ROUNDS = 15
 RULED = [rule for rule in RULES if rule != "gradient"]  # the plain gradient does go through the batch statistics

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from fasterisnet import explain
 from fasterisnet.errors import FasterISNetError
 from fasterisnet.lrp.targets import AllLogits
-from lrp.small_nets import BOX, RULES, Net
+from lrp.helpers import Net
+from lrp.small_nets import BOX, RULES
 
 STEPS = 200
 SLACK = 20 * 2**20  # one activation of `network` a step, left behind, would be 47 MB

@@ -57,6 +57,7 @@ from lrp.reference import (
 )
 
 RULES = ("epsilon", "zplus", "gamma", "gradient")
+TWO_RULES = ("epsilon", "zplus")  # where gamma and the gradient go the way of epsilon
 CLASSES = [2, 0]
 
 
@@ -186,7 +187,7 @@ def test_batch_norm_behind_a_convolution(norm: str, training: bool, relu: bool, 
     compare(program, images(2, 2, 5, 5), rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gradient"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("relu", [True, False])
@@ -209,7 +210,7 @@ def test_batch_norm_behind_a_concat(norm: str, training: bool, relu: bool, rule:
     compare(program.train(training), images(2, 2, 5, 5), rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gradient"])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("dims", "layer", "norm"), [
     (0, partial(nn.Linear, 8, 5), nn.BatchNorm1d),
@@ -255,7 +256,7 @@ def test_batch_norm_as_the_last_operation(rule: str) -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("case", POOLS)
 def test_max_pooling(case: str, rule: str, signed: bool) -> None:
     dims, make = POOLS[case]
@@ -263,7 +264,7 @@ def test_max_pooling(case: str, rule: str, signed: bool) -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("case", MEANS)
 def test_average_pooling_and_upsampling(case: str, rule: str, signed: bool) -> None:
     dims, make = MEANS[case]
@@ -502,13 +503,13 @@ MOVES = {
 
 
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("case", MOVES)
 def test_rearrangements(case: str, rule: str, signed: bool) -> None:
     compare(sandwich(Move(MOVES[case]), signed=signed), images(2, 2, 6, 6), rule)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.4), nn.Dropout2d(0.4), partial(F.dropout, p=0.4)])
 def test_dropout_in_train_mode(dropout: Callable[[Tensor], Tensor], rule: str) -> None:
     """The mask of the forward pass is the mask of the relevance."""
@@ -775,10 +776,12 @@ FIRST = {
 def test_first_layer_of_every_shape(first: str, norm: bool, rule: str) -> None:
     """Padding in front adds nothing to the bounds; other rearrangements carry the bounds with them."""
     program = with_stem(*FIRST[first](), *([Norm(nn.BatchNorm2d(4))] if norm else []), Relu())
-    randomise(program.eval(), 21)
     bounds = LOW.view(2, 1, 1), HIGH.view(2, 1, 1)
     x = boxed_images(*bounds, 2, 2, 8, 8)
-    wanted = Oracle(program, x, one_hot(CLASSES, 3), rule, box=bounds).input
+    for seed in range(21, 41):  # until it is not dead
+        wanted = Oracle(randomise(program.eval(), seed), x, one_hot(CLASSES, 3), rule, box=bounds).input
+        if bool(wanted.abs().amax((1, 2, 3)).min() > 1e-6):
+            break
     assert_same(explain_class(program, x, CLASSES, rule, box=(LOW, HIGH)), wanted)
 
 

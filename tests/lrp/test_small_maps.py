@@ -92,7 +92,7 @@ def test_a_training_step_is_the_same(method: Standard, last: bool, monkeypatch: 
         method.ranges = (1e-3, 10.0)
     found = step(method, model, images, labels, masks)
     met: list[int] = []
-    monkeypatch.setattr(small_maps, "small", lambda *_: met.append(1))
+    monkeypatch.setattr(small_maps, "small", lambda *_, **__: met.append(1))
     expected = step(method, model, images, labels, masks)
     assert met
     for got, wanted in zip(found, expected, strict=True):

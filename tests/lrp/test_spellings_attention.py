@@ -145,7 +145,7 @@ STABILISED: dict[str, Attention] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_attention(name: str, rule: str) -> None:
     nets = twins([transformer(plain), transformer(SPELLINGS[name])], **parts())

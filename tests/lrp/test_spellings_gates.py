@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import fasterisnet as fi
 from lrp.helpers import (
-    RULES,
     SMALL,
     TWO_RULES,
     assert_alike,
@@ -189,7 +188,7 @@ def test_multiplying_by_a_gate(name: str, rule: str) -> None:
 TWO_SIGNALS = [
     (name, rule)
     for name in MULTIPLIED
-    for rule in RULES
+    for rule in TWO_RULES
     if not (name in ("diagonal matrices", "grouped conv") and rule == "zplus") and name != "x / (1/g)"
 ]
 
@@ -274,7 +273,7 @@ SQUARES: dict[str, Gate] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TWO_RULES)
 @pytest.mark.parametrize("name", SQUARES)
 def test_a_square_is_a_product(name: str, rule: str) -> None:
     nets = twins([dense(lambda t: t * t), dense(SQUARES[name])], hidden=nn.Linear(5, 12), fc=nn.Linear(12, 3))

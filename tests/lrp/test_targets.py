@@ -25,7 +25,8 @@ from fasterisnet.lrp.targets import (
     Lowest,
     Probability,
 )
-from lrp.small_nets import RULES, Net, pictures, randomised
+from lrp.helpers import Net, pictures, randomised
+from lrp.small_nets import RULES
 
 LOGITS = torch.tensor([[0.5, -1.0, 2.0], [3.0, 1.0, -0.25]], dtype=torch.float64)
 MU = 0.01

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fasterisnet import explain
 from fasterisnet.errors import InputError, RuleError
-from lrp.small_nets import BOX, CLASSES, RULES, Net, Residual, pictures, randomised, residual
+from lrp.helpers import Net, pictures, randomised
+from lrp.small_nets import BOX, CLASSES, RULES, Residual, residual
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -15,7 +15,19 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fasterisnet as fi
 from fasterisnet.errors import FasterISNetError
-from lrp.helpers import RULES, Net, assert_alike, assert_close, attempt, explained, pictures, quietly, randomised, twins
+from lrp.helpers import (
+    RULES,
+    Net,
+    assert_alike,
+    assert_close,
+    attempt,
+    explained,
+    moved_by_rounding,
+    pictures,
+    quietly,
+    randomised,
+    twins,
+)
 
 
 def network() -> nn.Sequential:
@@ -268,9 +280,10 @@ def test_autocast_inside_explain_is_that_of_the_model(rule: str) -> None:
         outside, also = quietly(lambda: fi.explain(model, images, 1, rule=rule))
     exact = fi.explain(model, images, 1, rule=rule)
     assert not messages and not also
+    allowed = 4 * moved_by_rounding(model, lambda m: fi.explain(m, images, 1, rule=rule), torch.bfloat16)
     for heatmap in (found, outside.float()):
         assert bool(heatmap.isfinite().all())
-        assert float((heatmap - exact).norm() / exact.norm()) < 0.1
+        assert float((heatmap - exact).norm() / exact.norm()) <= allowed
 
 
 @pytest.mark.parametrize("rule", RULES)

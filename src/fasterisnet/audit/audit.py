@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from fasterisnet.audit.examination import Examined, Pictures, Settings, examine, groups_of
-from fasterisnet.audit.subjects import Subject, known_classes, open_subject
+from fasterisnet.audit.subjects import Subject, is_run, open_subject
 from fasterisnet.audit.verdict import BOUND, FREE, TOLERANCE
 from fasterisnet.data.base import Samples, Source, Subset, readable_part
 from fasterisnet.data.preparation import Preparation
+from fasterisnet.data.sources import open_source
 from fasterisnet.errors import FasterISNetError, InputError, UsageError
 from fasterisnet.evaluation.causal import rights
 from fasterisnet.evaluation.comparison import compare
 from fasterisnet.evaluation.intervals import Groups, as_json
 from fasterisnet.files import write_text
+from fasterisnet.runs.folder import Run
+from fasterisnet.runs.report import source_for
 
 Say = Callable[[str], None]
 
@@ -78,7 +81,7 @@ def audit(
         "verdict": first["verdict"],
         "sentence": first["sentence"],
         "reasons": first["reasons"],
-        "data": data,
+        "data": data or Run(models[0]).config.data,
         "split": split,
         "images": len(samples),
         "classes": source.classes,
@@ -96,15 +99,24 @@ def audit(
     return content
 
 
+def audit_run(run: Run, images: int, say: Say, *, trust: bool = False) -> None:
+    """The audit at the end of a training, into the run's folder `audit`; what is in the way of it is said, no more."""
+    out = run.path("audit")
+    if (out / "audit.html").is_file():
+        return
+    settings = Settings(images, min(images, Settings.explained), seed=run.config.seed)
+    try:
+        audit([str(run.folder)], "", out, trust=trust, settings=settings, say=say)
+    except FasterISNetError as error:
+        say(f"There is no audit: {error}")
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
 def _data(models: Sequence[str], data: str, split: str | None, seed: int) -> tuple[Source, str]:
-    from fasterisnet.data.sources import is_own, open_source
-
-    known = next((found for text in models if (found := known_classes(text)) is not None), None)
-    own = {"classes": known[0]} if known is not None and is_own(data) and not known[1] else {}
-    source = open_source(data, seed=seed, **own)
+    run = next((Run(text) for text in models if is_run(text)), None)
+    source = open_source(data, seed=seed) if run is None else source_for(run, run.load_weights()[1], data, seed=seed)
     tests = [name for name in source.splits if name != "train" and not name.startswith("val")]
     chosen = split or ("test" if "test" in tests else next(iter(tests), None))
     if chosen is None:

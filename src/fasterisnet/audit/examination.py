@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fasterisnet.audit.subjects import Subject
 from fasterisnet.audit.verdict import decide
+from fasterisnet.backgrounds import Palette, has_background, palette_of
 from fasterisnet.data.base import Label, Samples, Subset
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
-from fasterisnet.evaluation.alterations import Palette, has_background, palette_of
 from fasterisnet.evaluation.attention import (
     background_area,
     background_mass,

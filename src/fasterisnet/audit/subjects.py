@@ -17,6 +17,7 @@ from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.extras import install
 from fasterisnet.models import build_model, load_weights
 from fasterisnet.runs.device import chosen_device
+from fasterisnet.runs.folder import Run
 
 KINDS = (
     "a run folder, NAME@FILE (a network of torchvision or timm and its weights), a file.onnx, or "
@@ -40,16 +41,6 @@ class Subject:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def known_classes(text: str) -> tuple[list[str], bool] | None:
-    """The classes that a run was trained on, and whether it has several labels an image; None of anything else."""
-    if not _is_run(text):
-        return None
-    from fasterisnet.runs.folder import Run
-
-    card = Run(text).load_weights()[1]
-    return card.classes, card.multi_label
-
-
 def open_subject(
     text: str,
     classes: int,
@@ -62,7 +53,7 @@ def open_subject(
     only runs know themselves. device: of networks, those of ONNX files excepted (the fastest there is).
     """
     device = device or chosen_device()
-    if _is_run(text):
+    if is_run(text):
         return _run(text, device, trust)
     if text.lower().endswith(".onnx"):
         return _onnx(text, prepare or Preparation())
@@ -88,8 +79,6 @@ def logits_of_nothing(_: Tensor) -> Tensor:
 
 
 def _run(text: str, device: torch.device, trust: bool) -> Subject:
-    from fasterisnet.runs.folder import Run
-
     model, card = Run(text).load_model(trust=trust)
     prepare = replace(card.prepare, augmentation="none")
     facts = {"network": card.model, "epoch": card.epoch}
@@ -158,5 +147,6 @@ def _load(model: nn.Module, name: str, file: str) -> None:
         warnings.warn(f"{file}: not in the model: {', '.join(done.unused[:8])}.", stacklevel=2)
 
 
-def _is_run(text: str) -> bool:
+def is_run(text: str) -> bool:
+    """Whether a text names a run folder, or one that weights were copied to."""
     return (Path(text) / "best.safetensors").is_file() or (Path(text) / "config.yaml").is_file()

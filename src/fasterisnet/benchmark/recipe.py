@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,19 @@ import yaml
 from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
+from fasterisnet.methods import METHODS
 from fasterisnet.runs.config import Config, nearest
 
-OPTIONS = [option.name for option in fields(Config)]
+OPTIONS = ["preset", *(option.name for option in fields(Config))]
 OWN = {"data": "--data", "seed": "--seeds", "out": "--runs"}  # options that an experiment gives its runs itself
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment: what its rows share, the rows, the splits that test them and what the paper has for each."""
+    """An experiment: what its rows share, the rows, the splits that test them and what the paper has for each.
+
+    quick: what a look at all of them changes, with `common` and `rows` of its own.
+    """
 
     name: str
     data: str
@@ -31,6 +35,7 @@ class Recipe:
     rows: dict[str, dict[str, Any]]
     paper: dict[str, list[float | None]]
     metric: str = "accuracy"
+    quick: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, name: str, file: str | None = None) -> Recipe:
@@ -44,12 +49,12 @@ class Recipe:
         if not isinstance(content, dict):
             raise UsageError(f"{what} has to hold keys and values.")
         content = {"common": {}, "paper": {}, **content}
-        known = [field.name for field in fields(cls) if field.name != "name"]
+        known = [key.name for key in fields(cls) if key.name != "name"]
         for key in content:
             if key not in known:
                 raise UsageError(f"{what} has an unknown key '{key}'{nearest(str(key), known)}")
-        for key in known[:-1]:
-            if key not in content:
+        for key in known:
+            if key not in (*content, "metric", "quick"):
                 raise UsageError(f"{what} has no '{key}'.")
         for row, options in {"common": content["common"], **content["rows"]}.items():
             for option in options:
@@ -57,16 +62,40 @@ class Recipe:
                     raise UsageError(f"{what}, {row}: '{option}' is not an option here{nearest(option, OPTIONS)}")
         return cls(name=name, **content)
 
+    def with_all_methods(self) -> Recipe:
+        """With a row, of the method's name, for every method that no row trains."""
+        trained = {options.get("method") for options in self.rows.values()}
+        return replace(self, rows={**self.rows, **{n: {"method": n} for n in METHODS if n not in trained}})
+
+    def quickly(self) -> Recipe:
+        """For a look at all rows: what `quick` says comes on top of a row's options."""
+        if not self.quick:
+            raise UsageError(f"The recipe {self.name} does not say what --quick means; it needs a key 'quick'.")
+        common, rows = self.quick.get("common", {}), self.quick.get("rows", {})
+        merged = {row: _merged(self.common, options, common, rows.get(row, {})) for row, options in self.rows.items()}
+        return replace(self, name=f"{self.name}-quick", common={}, rows=merged, seeds=self.seeds[:1])
+
     def config(self, row: str, seed: int, data: str | None, out: Path, changes: dict[str, Any]) -> Config:
         """The options of one run. `data` is a folder, with options of its own behind a '?' if need be; they win."""
         if row not in self.rows:
             raise UsageError(f"There is no row '{row}'{nearest(row, list(self.rows))}")
-        options = {**self.common, **self.rows[row]}
+        options = _merged(self.common, self.rows[row])
+        if options.get("teacher") in self.rows:
+            options["teacher"] = str(out.parent / f"{options['teacher']}-seed{seed}")
         folder, given = parts_of(data) if data else ("", {})
         query = urlencode({**options.pop("data_options", {}), **given})
         place = f"{self.data}:{folder}" if folder else self.data
         options["data"] = place + ("?" + query if query else "")
-        return Config(**{**options, "seed": seed, "out": str(out), **changes})
+        return Config.of({**options, "seed": seed, "out": str(out), **changes})
+
+
+def _merged(*layers: dict[str, Any]) -> dict[str, Any]:
+    """Options of which later ones win; those of the data are put together."""
+    options: dict[str, Any] = {}
+    for layer in layers:
+        data = {**options.get("data_options", {}), **layer.get("data_options", {})}
+        options = {**options, **layer} | ({"data_options": data} if data else {})
+    return options
 
 
 def change(text: str) -> tuple[str, Any]:

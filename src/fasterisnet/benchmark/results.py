@@ -51,9 +51,9 @@ def finished(result: Path, config: Config) -> bool:
 def difference(made: Mapping[str, Any], wanted: Mapping[str, Any], *aside: str) -> str | None:
     """The first option that differs, as `key = value, not value`, apart from the run folder and those set aside.
 
-    Options that are younger than a run had their default. The same data may lie in another folder.
+    Options that are younger than a run had no effect on it. The same data may lie in another folder.
     """
-    defaults = vars(Config(data="any"))
+    defaults = vars(Config.of({"data": "any", "preset": "paper"}))
     made, wanted = (json.loads(json.dumps({**defaults, **options})) for options in (made, wanted))
     for key, value in wanted.items():
         before = made[key]

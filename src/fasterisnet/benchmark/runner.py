@@ -6,16 +6,20 @@ import argparse
 import json
 import platform
 import shlex
+import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from fasterisnet.audit.audit import audit_run
 from fasterisnet.benchmark.pictures import save_maps
 from fasterisnet.benchmark.recipe import Recipe, change
 from fasterisnet.benchmark.results import difference, finished, read_result
 from fasterisnet.benchmark.tables import write_tables
 from fasterisnet.errors import FasterISNetError, UsageError
+from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.files import remove_leftovers, write_text
 from fasterisnet.models import check_trust
 from fasterisnet.runs.config import Config
@@ -25,6 +29,8 @@ from fasterisnet.runs.inputs import source_of
 from fasterisnet.training.console import Terminal
 from fasterisnet.training.distributed import is_first_process
 from fasterisnet.training.loop import train
+
+BATCH, ROUNDS = 32, 8  # of the measurement of inference
 
 
 def begun(config: Config) -> bool:
@@ -45,6 +51,8 @@ def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: st
         if is_first_process():
             watcher.say(f"--- {result.stem}{' (going on)' if goes_on else ''}")
         run = train(config, resume=goes_on, watcher=watcher, trust=trust)
+        if is_first_process() and config.audit:
+            audit_run(run, config.audit, watcher.say, trust=trust)
     if is_first_process():
         _write_result(run, config, result, command, shown, trust)
 
@@ -64,6 +72,7 @@ def _write_result(run: Run, config: Config, result: Path, command: str, shown: s
         "training_samples": report["training_samples"],
         "training_seconds": round(progress["seconds"], 1),
         "best_epoch": report["epoch"],
+        **_size_and_speed(run, trust),
         "tests": report["tests"],
         "epochs": progress["rows"],
     }
@@ -73,16 +82,33 @@ def _write_result(run: Run, config: Config, result: Path, command: str, shown: s
     write_text(result, json.dumps(content, indent=1) + "\n")
 
 
+def _size_and_speed(run: Run, trust: bool) -> dict[str, float]:
+    """Parameters of the network that comes out, and milliseconds it takes for an image."""
+    model, card = run.load_model(trust=trust)
+    images = torch.rand(BATCH, card.prepare.channels, card.prepare.size, card.prepare.size)
+    times = []
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            logits_of(model, images)
+            times.append(time.perf_counter() - begin)
+    milliseconds = 1000 * statistics.median(times[1:]) / BATCH
+    return {"parameters": sum(p.numel() for p in model.parameters()), "inference_milliseconds": milliseconds}
+
+
 def main(options: argparse.Namespace) -> int:
     """`fasterisnet benchmark`."""
     recipe = Recipe.read(options.name, options.recipe)
+    everything = options.methods == ["all"]
+    recipe = recipe.with_all_methods() if everything else recipe
+    recipe = recipe.quickly() if options.quick else recipe
     runs = Path(options.runs or f"runs/{recipe.name}")
     results = Path(options.results or f"results/{recipe.name}")
     changes = dict(change(text) for text in options.set)
     plan = {
         (row, seed): recipe.config(row, seed, options.data, runs / f"{row}-seed{seed}", changes)
         for seed in options.seeds or recipe.seeds
-        for row in options.methods or recipe.rows
+        for row in (recipe.rows if everything else options.methods or recipe.rows)
     }
     files = {(row, seed): results / f"{row}-seed{seed}.json" for row, seed in plan}
     if options.list:
@@ -114,6 +140,7 @@ def _command(options: argparse.Namespace, row: str, seed: int) -> str:
     words = ["fasterisnet", "benchmark", options.name, "--methods", row, "--seeds", str(seed)]
     words += ["--data", options.data] if options.data else []
     words += ["--recipe", options.recipe] if options.recipe else []
+    words += ["--quick"] if options.quick else []
     for text in options.set:
         words += ["--set", text]
     return shlex.join(words)

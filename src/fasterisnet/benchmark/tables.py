@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
 
 def table(recipe: Recipe, results: Results) -> str:
     """One line a row: mean over the seeds on every test, the paper's number in brackets."""
-    facts = ["largest gap, points", f"relevance in the background, {recipe.tests[-1]}", "training, min", "command"]
+    facts = [
+        "largest gap, points",
+        f"relevance in the background, {recipe.tests[-1]}",
+        "training, min",
+        *COSTS,
+        "command",
+    ]
     head = ["row", "seeds", "samples", "epochs", *recipe.tests, *facts]
     lines = [
         f"{recipe.metric}, mean over seeds; in brackets the paper's",
@@ -57,10 +64,31 @@ def table(recipe: Recipe, results: Results) -> str:
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = [str(run["config"]["seed"]) for run in runs]
         command = command_of(runs[0]["command"], seeds)
-        facts = [_gap(values), _attention(recipe, runs), f"{minutes:.1f}", f"`{command}`"]
+        costs = [_times(runs, results.get("standard", []), cost) for cost in COSTS.values()]
+        facts = [_gap(values), _attention(recipe, runs), f"{minutes:.1f}", *costs, f"`{command}`"]
         lines.append(f"| {' | '.join([row, ', '.join(seeds), samples, epochs, *cells, *facts])} |")
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
     return "\n".join([*lines, "", f"Machine: {'; '.join(machines)}."])
+
+
+def _step(run: dict[str, Any]) -> float | None:
+    """Seconds of training for each update."""
+    updates = run["epochs"][-1].get("updates") if run["epochs"] else None
+    return run["training_seconds"] / updates if updates else None
+
+
+# What is compared with the standard classifier of the same recipe; results of older versions know the first alone.
+COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
+    "step, × standard": _step,
+    "inference, × standard": lambda run: run.get("inference_milliseconds"),
+    "parameters, × standard": lambda run: run.get("parameters"),
+}
+
+
+def _times(runs: list[dict[str, Any]], standard: list[dict[str, Any]], cost: Callable[..., float | None]) -> str:
+    """How many times as much as the standard classifier, means over the seeds."""
+    mine, theirs = ([value for run in found if (value := cost(run))] for found in (runs, standard))
+    return f"{statistics.mean(mine) / statistics.mean(theirs):.2f}" if mine and theirs else "-"
 
 
 def command_of(command: str, seeds: list[str]) -> str:

@@ -16,6 +16,7 @@ from fasterisnet.data.dogs import dogs_source
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.mnist import mnist_source
 from fasterisnet.data.pictures import Window, readable
+from fasterisnet.data.planted import planted
 from fasterisnet.data.xray import xray_source
 from fasterisnet.errors import UsageError
 
@@ -88,6 +89,7 @@ BIAS = {
     "training_bias": Option("training_bias", _truth, "true or false"),
 }
 COUNTS = {name: Option(name, _above_zero, "a whole number above 0") for name in ("classes", "size", "per_class")}
+MARK = {"bias": Option("bias", _one_of({"mark": "mark", "none": None}), "mark or none")}
 SPLIT = {"split": Option("split", _one_of({"mixed": "mixed", "covid": "covid"}), "mixed or covid")}
 OWN_DATA = {
     "foreground": Option("foreground", read_foreground, "the numbers of labels, with commas between them"),
@@ -95,11 +97,12 @@ OWN_DATA = {
     "refine_boxes": Option("refine_boxes", _truth, "true or false"),
     "boxes": Option("boxes", _path, "the path of a COCO file"),
     "classes": Option("classes", _words, "the names of the classes, with commas between them"),
+    **MARK,
 }
 KINDS = {
     "mnist": Kind(mnist_source, LIMIT | BIAS, needs_folder=False),
     "dogs": Kind(dogs_source, LIMIT | BIAS),
-    "xray": Kind(xray_source, SPLIT, seeded=False),
+    "xray": Kind(xray_source, SPLIT | MARK, seeded=False),
     "drawn": Kind(drawn_source, COUNTS | BIAS, may_have_folder=False, needs_folder=False),
 }
 
@@ -114,19 +117,21 @@ def open_source(spec: str | Path, *, seed: int = 0, **options: Any) -> Source:
     given = query | {key: value for key, value in options.items() if value is not None}
     name, colon, place = address.partition(":")
     if name not in KINDS:
-        return _open_path(address, given)
+        return _open_path(address, given, seed)
     kind = KINDS[name]
     if colon and not kind.may_have_folder:
         raise UsageError(f"'{address}' names a folder, but {name} needs none; write {name}.")
     if (colon or kind.needs_folder) and not place:
         raise UsageError(f"'{address}' lacks the folder of its data; write {name}:DIR.")
     arguments = _arguments(name, kind.options, given) | ({"seed": seed} if kind.seeded else {})
+    bias = arguments.pop("bias", None)
     if not place:
         return kind.open(**arguments)
     folder = Path(place).expanduser()
     if not folder.exists():
         raise UsageError(f"{readable(folder)}: there is no such folder. {CHOICES}")
-    return kind.open(folder, **arguments)
+    source = kind.open(folder, **arguments)
+    return source if bias is None else planted(source, seed)
 
 
 def parts_of(spec: str) -> tuple[str, dict[str, Any]]:
@@ -161,10 +166,12 @@ def own_arguments(data: str | os.PathLike[str], given: Mapping[str, Any]) -> tup
     address, query = parts_of(os.fspath(data))
     path = Path(address).expanduser()
     chosen = query | {key: value for key, value in given.items() if value is not None}
-    return path, _arguments(readable(path), OWN_DATA, chosen)
+    arguments = _arguments(readable(path), OWN_DATA, chosen)
+    arguments.pop("bias", None)  # marks are planted in what these arguments open
+    return path, arguments
 
 
-def _open_path(address: str, given: Mapping[str, Any]) -> Source:
+def _open_path(address: str, given: Mapping[str, Any], seed: int) -> Source:
     """A folder or a table of the user's own."""
     path = Path(address).expanduser()
     if not address or not path.exists():
@@ -175,7 +182,10 @@ def _open_path(address: str, given: Mapping[str, Any]) -> Source:
         raise UsageError(f"{readable(path)}: is neither a folder nor a .csv file. {CHOICES}")
     from fasterisnet.data.folder import open_folder
 
-    return open_folder(path, **_arguments(readable(path), OWN_DATA, given))
+    arguments = _arguments(readable(path), OWN_DATA, given)
+    bias = arguments.pop("bias", None)
+    source = open_folder(path, **arguments)
+    return source if bias is None else planted(source, seed)
 
 
 def is_own(spec: str | os.PathLike[str]) -> bool:

@@ -9,18 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fasterisnet.backgrounds import LEAST, Palette, grown
 from fasterisnet.errors import FasterISNetError, InputError
-from fasterisnet.evaluation.alterations import (
-    DONORS,
-    LEAST,
-    TESTS,
-    Label,
-    Palette,
-    altered,
-    boxes_around,
-    grown,
-    partners,
-)
+from fasterisnet.evaluation.alterations import DONORS, TESTS, Label, altered, boxes_around, partners
 from fasterisnet.evaluation.attention import decisions
 from fasterisnet.evaluation.intervals import Estimate, Groups, average, difference, ratio, share
 

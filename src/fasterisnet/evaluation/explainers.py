@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import decisions, logits_of
+from fasterisnet.evaluation.rollout import rollout
+from fasterisnet.lrp.explain import explain
+from fasterisnet.methods import METHODS
+from fasterisnet.methods.cam import enlarged, grad_cam
 
 STEPS = 16
 CELLS = 8
@@ -19,30 +23,33 @@ EXPLAINERS = {
     "zplus": "LRP, z+ rule",
     "gradient": "gradient times input",
     "integrated": "integrated gradients",
+    "gradcam": "Grad-CAM",
     "occlusion": "occlusion",
+    "rollout": "attention rollout",
 }
 DEFAULT = ("epsilon", "integrated")
-LRP, GRADIENTS = ("epsilon", "zplus"), ("gradient",)
-TRAINED_WITH = {
-    "standard": (), "original": LRP, "dual": LRP, "selective": LRP, "stochastic": LRP,
-    "grad-input": GRADIENTS, "softmax-grad-input": GRADIENTS,
-}  # fmt: skip
 
 
 def trained_with(method: str | None) -> tuple[str, ...]:
-    """The explainers whose maps a training method optimises, so that they may look better than the network is."""
-    return TRAINED_WITH.get(method, LRP + GRADIENTS) if method else ()
+    """The explainers whose maps a training method optimises, so that they may look better than the network is.
+
+    A method that is not known here may have been trained with any.
+    """
+    if not method:
+        return ()
+    return METHODS[method].explainers if method in METHODS else tuple(EXPLAINERS)
 
 
 def heatmaps(name: str, model: nn.Module, images: Tensor, *, box: tuple[Any, Any] | None = None) -> Tensor:
     """Relevance of every pixel for the class that each image is taken for, shaped like the images."""
     if name not in EXPLAINERS:
         raise UsageError(f"There is no explainer '{name}'; there are {', '.join(EXPLAINERS)}.")
-    if name in ("integrated", "occlusion"):
-        return (_integrated if name == "integrated" else _occlusion)(model, images)
-    import fasterisnet as fi
-
-    return fi.explain(model, images, rule=name, box=box if name == "epsilon" else None)
+    own = {
+        "integrated": _integrated, "gradcam": _grad_cam, "occlusion": _occlusion, "rollout": rollout,
+    }.get(name)  # fmt: skip
+    if own is not None:
+        return own(model, images)
+    return explain(model, images, rule=name, box=box if name == "epsilon" else None)
 
 
 def _integrated(model: nn.Module, images: Tensor) -> Tensor:
@@ -56,6 +63,13 @@ def _integrated(model: nn.Module, images: Tensor) -> Tensor:
             found = torch.autograd.grad(score, point, allow_unused=True)[0]
             total = total if found is None else total + found
     return total * images / STEPS
+
+
+def _grad_cam(model: nn.Module, images: Tensor) -> Tensor:
+    """Grad-CAM at the network's last maps, enlarged; every channel of a pixel has its share."""
+    decided = _decided(model, images)
+    cam = grad_cam(model, images, lambda logits: _scores(logits, decided))
+    return (enlarged(cam, images.shape[2:]) / images.shape[1]).expand_as(images).contiguous()
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def heatmap_figure(
     rows, columns = (len(images), 1 + len(maps)) if across else (1 + len(maps), len(images))
     aspect = images.shape[2] / images.shape[3]
     heading = titles[0].count("\n") + 1 if titles is not None and rows == 1 else 0
-    figure = _figure(1.75 * columns + 1.4, 1.75 * aspect * rows + 0.35 + 0.2 * heading)
+    figure = new_figure(1.75 * columns + 1.4, 1.75 * aspect * rows + 0.35 + 0.2 * heading)
     axes = figure.subplots(rows, columns, squeeze=False)
     for i, line in enumerate(pictures):
         for j, picture in enumerate(line):
@@ -98,7 +98,7 @@ History = Mapping[str, Sequence[float | None]]
 
 def accuracy_figure(history: History) -> Figure:
     """Accuracy on every test (0 to 1) after each epoch; None where a test was not made."""
-    figure = _figure(6.4, 3.8)
+    figure = new_figure(6.4, 3.8)
     axis = figure.subplots()
     _accuracies(axis, history, with_last=True)
     axis.set(xlabel="epoch", ylabel="accuracy, %")
@@ -113,7 +113,7 @@ def accuracy_panels(histories: Mapping[str, History], *, columns: int = 4) -> Fi
         raise InputError("There is no history to draw.")
     columns = min(columns, len(histories))
     rows = -(-len(histories) // columns)
-    figure = _figure(2.3 * columns + 0.6, 2.0 * rows + 0.6)
+    figure = new_figure(2.3 * columns + 0.6, 2.0 * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for axis in axes.flat[len(histories) :]:
         axis.set_visible(False)
@@ -149,7 +149,7 @@ def _accuracies(axis: Axes, history: History, *, with_last: bool) -> None:
 
 def times_figure(times: Mapping[str, Mapping[int, float]], slopes: Mapping[str, float]) -> Figure:
     """Seconds of a step over the number of classes, for several methods, both axes logarithmic."""
-    figure = _figure(6.4, 3.8)
+    figure = new_figure(6.4, 3.8)
     axis = figure.subplots()
     for position, (name, values) in enumerate(times.items()):
         label = f"{name}, slope {slopes[name]:.2f}"
@@ -165,7 +165,7 @@ def curve_of_f(c1: float, c2: float) -> Figure:
     """f(s), the foreground loss over the relevance in the foreground: nothing between C1 and C2."""
     s = torch.linspace(0, c2 + 2.5 * c1, 800, dtype=torch.float64)
     loss = foreground_loss(s.view(-1, 1, 1, 1), torch.ones(len(s), 1, 1), c1, c2)[:, 0]
-    figure = _figure(6.4, 3.6)
+    figure = new_figure(6.4, 3.6)
     axis = figure.subplots()
     axis.axvspan(c1, c2, color=LINES[2], alpha=0.12, label="the plain classifier's range: no loss")
     axis.plot(s.numpy(), loss.numpy(), color=LINES[0], linewidth=2, label="f(s)")
@@ -267,7 +267,8 @@ def _bytes(picture: Tensor) -> Tensor:
 # --- matplotlib -----------------------------------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that needs no display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.attention import background_mass, decisions, evaluating, highest_pixel_inside, logits_of
-from fasterisnet.losses import has_foreground
+from fasterisnet.losses import has_foreground, prepare_masks
 from fasterisnet.losses.classification import classification_loss
 from fasterisnet.losses.masks import gathered_masks
+from fasterisnet.losses.segmentation import intersection_over_union
 from fasterisnet.lrp.explain import explain
+from fasterisnet.models.unets import Segmenting
 
 # Multiples of it fall evenly into [0, 1), in step with no order that samples may have.
 GOLDEN = 0.6180339887498949
@@ -28,7 +30,8 @@ samples, loss (mean cross entropy), accuracy, macro_f1, macro_auc; confusion (ro
 per_class (precision, recall, f1, support by name); background_mass and highest_pixel_inside, means over the `explained`
 samples (those with a mask), `unexplained` if their map is zero or not finite. A multi-label task has `accuracy` for
 samples with every label right, `label_accuracy` for single labels, and in `confusion` for each label
-[[true negatives, false positives], [false negatives, true positives]].
+[[true negatives, false positives], [false negatives, true positives]]. Of a network that draws masks: `iou`, the mean
+intersection over union, and `empty_foreground`, the samples in which it found nothing.
 """
 
 
@@ -53,12 +56,14 @@ def evaluate(
     logits: list[Tensor] = []
     labels: list[Tensor] = []
     looked: list[Tensor] = []
+    drawn: list[Tensor] = []
     met = 0
     with evaluating(model):
         for images, truth, masks in batches:
             shown = images.to(device)
             with torch.no_grad():
                 logits.append(logits_of(model, shown).cpu().double())
+                drawn += [_drawn(model, shown, masks)] if isinstance(model, Segmenting) else []
             labels.append(truth.cpu())
             if attention:
                 chosen = (torch.arange(met, met + len(shown)).double() * GOLDEN % 1 < share).to(device)
@@ -67,7 +72,20 @@ def evaluate(
     if not logits:
         raise InputError("There is nothing to evaluate: the batches hold no sample.")
     found = classification_metrics(torch.cat(logits), torch.cat(labels), classes, multi_label=multi_label)
+    found |= _segmented(torch.cat(drawn)) if drawn else {}
     return found | _looked(torch.cat(looked) if looked else torch.empty(0, 2))
+
+
+def _drawn(model: Segmenting, images: Tensor, masks: Any) -> Tensor:
+    """(sample, 2): intersection over union, NaN without a mask, and whether no foreground was found."""
+    mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1).cpu()
+    inside = model.foreground(images).cpu()
+    overlap = intersection_over_union(inside, mask).masked_fill(~has_foreground(mask), torch.nan)
+    return torch.stack([overlap, (~has_foreground(inside)).double()], 1)
+
+
+def _segmented(drawn: Tensor) -> Metrics:
+    return {"iou": _number(drawn[:, 0].nanmean()), "empty_foreground": int(drawn[:, 1].sum())}
 
 
 def classification_metrics(

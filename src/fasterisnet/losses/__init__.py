@@ -2,7 +2,7 @@
 
 from fasterisnet.losses.calibration import RunningMoments, range_from_moments, total_relevance
 from fasterisnet.losses.classification import classification_loss, is_multi_label
-from fasterisnet.losses.gwrp import gwrp
+from fasterisnet.losses.gwrp import decay_for, gwrp
 from fasterisnet.losses.heatmap import (
     HeatmapLoss,
     HeatmapLossParts,
@@ -12,9 +12,11 @@ from fasterisnet.losses.heatmap import (
     heatmap_loss,
 )
 from fasterisnet.losses.masks import Masks, gathered_masks, has_foreground, prepare_masks, resize_masks
+from fasterisnet.losses.segmentation import intersection_over_union, segmentation_loss
 
 __all__ = [
     "HeatmapLoss", "HeatmapLossParts", "Masks", "RunningMoments", "background_loss", "classification_loss",
-    "depth_shares", "foreground_loss", "gathered_masks", "gwrp", "has_foreground",
-    "heatmap_loss", "is_multi_label", "prepare_masks", "range_from_moments", "resize_masks", "total_relevance",
+    "decay_for", "depth_shares", "foreground_loss", "gathered_masks", "gwrp", "has_foreground",
+    "heatmap_loss", "intersection_over_union", "is_multi_label", "prepare_masks", "range_from_moments", "resize_masks",
+    "segmentation_loss", "total_relevance",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 
+POOLED_SHARE = 0.02  # of a map, what `auto` listens to
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,6 +24,11 @@ def full_precision(function: Callable[Concatenate[Tensor, P], R]) -> Callable[Co
             return function(values if values.dtype == torch.float64 else values.float(), *args, **kwargs)
 
     return wrapped
+
+
+def decay_for(pixels: int, share: float = POOLED_SHARE) -> float:
+    """The d whose weights add up to this share of the pixels of a map: as many of the largest count, about."""
+    return 1 - 1 / max(share * pixels, 1)
 
 
 @full_precision

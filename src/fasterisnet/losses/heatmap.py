@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
-from fasterisnet.losses.gwrp import full_precision, gwrp
+from fasterisnet.losses.gwrp import decay_for, full_precision, gwrp
 from fasterisnet.losses.masks import prepare_masks
 
 Bound = float | Sequence[float] | Tensor
 Foreground = Literal["hybrid", "square"]
+Decay = float | Literal["auto"]
 EPSILON = 1e-10
 
 
@@ -32,8 +33,11 @@ class HeatmapLossParts(NamedTuple):
 
 
 @full_precision
-def background_loss(heatmaps: Tensor, masks: Tensor, decay: float = 0.9, e: float = 1.0) -> Tensor:
-    """L1 per (sample, map): `mean over channels of -ln(1 - x/(x+E))`, x = GWRP of the normalised background."""
+def background_loss(heatmaps: Tensor, masks: Tensor, decay: Decay = 0.9, e: float = 1.0) -> Tensor:
+    """L1 per (sample, map): `mean over channels of -ln(1 - x/(x+E))`, x = GWRP of the normalised background.
+
+    decay: d, or "auto" for one that fits the size of the map, see `decay_for`.
+    """
     mask = _aligned(masks, heatmaps)
     absolute = heatmaps.abs()
     return _background(absolute, mask, _foreground_relevance(absolute, mask), decay, e)
@@ -55,7 +59,7 @@ def heatmap_loss(
     c1: Bound,
     c2: Bound,
     *,
-    decay: float = 0.9,
+    decay: Decay = 0.9,
     w1: float = 1.0,
     w2: float = 1.0,
     e: float = 1.0,
@@ -96,7 +100,7 @@ class HeatmapLoss(nn.Module):
         c1: Bound,
         c2: Bound,
         *,
-        decay: float = 0.9,
+        decay: Decay = 0.9,
         w1: float = 1.0,
         w2: float = 1.0,
         e: float = 1.0,
@@ -104,7 +108,8 @@ class HeatmapLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.c1, self.c2 = c1, c2
-        self.decay, self.w1, self.w2, self.e = decay, w1, w2, e
+        self.decay: Decay = decay
+        self.w1, self.w2, self.e = w1, w2, e
         self.foreground: Foreground = foreground
 
     def forward(self, heatmaps: Tensor, masks: Tensor, include: Tensor | None = None) -> HeatmapLossParts:
@@ -151,7 +156,7 @@ def _foreground_relevance(absolute: Tensor, mask: Tensor) -> Tensor:
     return (absolute * mask).flatten(2).sum(-1)
 
 
-def _background(absolute: Tensor, mask: Tensor, s: Tensor, decay: float, e: float) -> Tensor:
+def _background(absolute: Tensor, mask: Tensor, s: Tensor, decay: Decay, e: float) -> Tensor:
     """`-ln(1 - min(x/(x+E), 1 - 1e-7))`, written `ln(1 + x/E)` with the same cap, which keeps its digits at large x.
 
     `x = GWRP(n * (1 - mask))` with `n = |R| / (m + 1e-10)` and m the mean foreground relevance. Scaling commutes
@@ -166,14 +171,14 @@ def _background(absolute: Tensor, mask: Tensor, s: Tensor, decay: float, e: floa
     return torch.log1p(x / e).clamp(max=cap).mean(-1)
 
 
-def _pooled_background(absolute: Tensor, outside: Tensor, decay: float) -> Tensor:
+def _pooled_background(absolute: Tensor, outside: Tensor, decay: Decay) -> Tensor:
     """GWRP of `|R|` outside the mask per (sample, map, channel); what lies inside counts as zero and is not ranked."""
     n = absolute.shape[-1]
     kept = int(outside.sum(-1).max()) if outside.shape[2] == 1 and len(outside) else n
     if 0 < kept < 0.9 * n:
         outside, where = outside.to(torch.uint8).topk(kept)
         absolute = absolute.gather(-1, where.expand(*absolute.shape[:-1], kept))
-    return gwrp(absolute * outside, decay, size=n)
+    return gwrp(absolute * outside, decay_for(n) if decay == "auto" else decay, size=n)
 
 
 def _foreground(s: Tensor, c1: Bound, c2: Bound, foreground: Foreground) -> Tensor:

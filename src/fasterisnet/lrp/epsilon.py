@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasterisnet.lrp.kernels import Attenuate, ChannelScale, Quotient, wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, shape, source
+from fasterisnet.lrp.kernels import Attenuate, Quotient, wide
+from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, source
 from fasterisnet.lrp.layers import layer, norm
 from fasterisnet.lrp.recognise import shares
 from fasterisnet.lrp.record import Recorder
@@ -28,7 +28,8 @@ def linear_ordinary(at: Step) -> None:
 def norm_constant(at: Step) -> None:
     """`G_x = G_y * gamma/sqrt(var + eps)`, statistics constant; layer norms also pass on the subtraction of means."""
     found = norm(at.node)
-    at.send_G(0, ChannelScale.apply(at.G, found.scale) if found.centred is None else found.centred(at.G * found.scale))
+    scaled = at.G * found.full_scale
+    at.send_G(0, scaled if found.centred is None else found.centred(scaled))
 
 
 def activation_epsilon(at: Step) -> None:
@@ -82,40 +83,30 @@ def _product_derivative(at: Step, by: dict[int, Tensor], form: str) -> Sequence[
     return at.ordinary(by)
 
 
-def attention_half(at: Step, share: float = 0.5) -> None:
-    """`softmax(q k^T) v` in its steps: half to each factor of both products."""
-    q, k, v, scale, p = attention_parts(at)
-    G = at.G
-    from_p = G @ v.mT * share
-    from_scores = p * (from_p - (from_p * p).sum(-1, keepdim=True))
-    at.send_G(0, from_scores @ k * (scale * share))
-    at.send_G(1, ungrouped(from_scores.mT @ q * (scale * share), at, 1))
-    at.send_G(2, ungrouped(p.mT @ G * share, at, 2))
-    if len(at.active) > 3 and at.active[3]:
-        at.send_G(3, from_scores)
-
-
-def attention_parts(at: Step) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
-    """q, k, v, the scale and the weights; a row without anything to attend to has none."""
-    q, k, v = (wide(at.saved(name)) for name in ("query", "key", "value"))
-    groups = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    scale = at.saved("scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    scores = q @ k.mT * scale
-    mask = at.saved("attn_mask") if at.saved("attn_mask") is not None else at.saved("attn_bias")
-    if at.saved("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return q, k, v, scale, torch.ops.aten._safe_softmax(scores, -1)
-
-
-def ungrouped(t: Tensor, at: Step, position: int) -> Tensor:
-    """Heads that share a key and a value: their sum."""
-    size = shape(at.edge(position))
-    return t if not size or tuple(t.shape) == size else t.unflatten(-3, (size[-3], -1)).sum(-3)
+def attention_in_steps(at: Step) -> None:
+    """`softmax(q k^T) v` of a fused kernel: run again in its steps, and walked through."""
+    masks = [at.saved(name) for name in ("attn_mask", "attn_bias") if at.saved(name) is not None]
+    with torch.enable_grad(), Recorder() as recorder:
+        given = [t.view_as(t) for t in (*map(at.saved, ("query", "key", "value")), *masks)]
+        q, k, v = (wide(t) for t in given[:3])
+        groups = q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+        scale = at.saved("scale")
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else float(scale))
+        mask = given[3] if masks else None
+        if mask is not None and mask.is_floating_point() and bool(((mask == 0) | (mask == -math.inf)).all()):
+            mask = mask == 0  # true and false, as torch hands them to its kernels
+        if at.saved("is_causal"):
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        result = torch.ops.aten._safe_softmax(scores, -1) @ v  # safe: a row may have nothing to attend to
+    ends = {i: edge_of(t) for i, t in enumerate(given) if at.is_active(i)}
+    for form, by in at.flow.items():
+        for position, arrived in at.walk.beside(at, ends, result, by[0], form):
+            at.send(position, *arrived)
+    recorder.forget()
 
 
 def replayed(at: Step) -> None:
@@ -126,20 +117,17 @@ def replayed(at: Step) -> None:
             at.warn("changes a part of a tensor in place; its ordinary derivative was used.")
         at.pass_on()
         return
-    tensors = [(i, t) for i, t in enumerate(t for t in found.operands if isinstance(t, Tensor)) if t.requires_grad]
     with torch.enable_grad(), Recorder() as recorder:
         inner = found.operands[0].view_as(found.operands[0])
         result = found.replay(inner, *found.operands[1:])
-    ends = [edge_of(inner if i == 0 else t) for i, t in tensors]
+    tensors = [inner, *[t for t in found.operands[1:] if isinstance(t, Tensor)]]
+    ends = {i: edge_of(t) for i, t in enumerate(tensors) if t.requires_grad}
     for form, by in at.flow.items():
         flat, places = by[0].reshape(-1), found.places(by[0].device)
         at.send(0, form, flat.index_fill(0, places, 0).view_as(by[0]))
-        walk = at.walk.beside(at, ends)
-        arrived = walk.run(edge_of(result), flat[places].view(result.shape), form)
-        for (position, _), end in zip(tensors, ends, strict=True):
-            for changed, t in arrived.get(end, {}).items():
-                part = t if position > 0 else torch.zeros_like(flat).scatter(0, places, t.reshape(-1)).view_as(by[0])
-                at.send(position, changed, part)
+        for position, (changed, t) in at.walk.beside(at, ends, result, flat[places].view(result.shape), form):
+            part = t if position > 0 else torch.zeros_like(flat).scatter(0, places, t.reshape(-1)).view_as(by[0])
+            at.send(position, changed, part)
     recorder.forget()
 
 

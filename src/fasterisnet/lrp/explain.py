@@ -70,7 +70,7 @@ def relevance_maps(
     with torch.enable_grad():
         scores = target(trace.logits)
         columns = scores.unbind(1) if isinstance(target, AllLogits) else ()
-    if isinstance(target, AllLogits):
+    if columns:
         passes = [trace.relevance(table, score, use_box=use_box, create_graph=create_graph) for score in columns]
         return {name: torch.stack([maps[name] for maps in passes], 1) for name in passes[0]}
     if not isinstance(scores, Tensor) or not scores.requires_grad:

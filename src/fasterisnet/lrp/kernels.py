@@ -19,6 +19,31 @@ def wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
+def along_channels(vector: Tensor, like: Tensor) -> Tensor:
+    """One number a channel, shaped to be multiplied with `like`."""
+    return vector.view(-1, *[1] * (like.ndim - 2))
+
+
+def parts(like: Tensor, *others: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Tensors of one shape cut into parts that fit the cache (on CUDA: one), and the channels of each part.
+
+    A part is some samples; of a larger sample some channels, or, where channels lie side by side, some rows.
+    """
+    everything = (like, *others)
+    if like.is_cuda or like.ndim < 2 or like.numel() <= CHUNK:
+        yield slice(None), list(everything)
+        return
+    numbers = like[0].numel()
+    axis = 2 if like.ndim > 2 and like.stride(1) == 1 else 1
+    samples = max(1, CHUNK // numbers)
+    width = max(1, CHUNK * like.shape[axis] // max(CHUNK, numbers))
+    for first in range(0, len(like), samples):
+        for start in range(0, like.shape[axis], width):
+            where = [slice(first, first + samples), slice(None), slice(None)][: axis + 1]
+            where[axis] = slice(start, start + width)
+            yield where[1], [t[tuple(where)] for t in everything]
+
+
 class ConvolutionSettings(NamedTuple):
     """The arguments of `aten::convolution` behind input, weight and bias."""
 
@@ -56,17 +81,15 @@ class Attenuate(Function):
 
     @staticmethod
     def forward(ctx: Any, G: Tensor, y: Tensor, scale: Tensor | None, epsilon: float) -> Tensor:
-        y = _dense(y)
         ctx.save_for_backward(G, y, scale)
         ctx.epsilon = epsilon
         out = torch.empty_like(y)
-        for part in _parts(y, scale, G, out):
-            a, g, o = part.tensors
+        for channels, (a, g, o) in parts(y, G, out):
             torch.add(a, epsilon, out=o)
             torch.div(a, o, out=o)
             o.mul_(g)
-            if part.scale is not None:
-                o.mul_(part.scale)
+            if scale is not None:
+                o.mul_(along_channels(scale[channels], o))
         return out
 
     @staticmethod
@@ -74,40 +97,17 @@ class Attenuate(Function):
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         G, y, scale = ctx.saved_tensors
         for_G, for_y = torch.empty_like(y), torch.empty_like(y)
-        sums = None if scale is None else ChannelSums(y, scale)
-        for part in _parts(y, scale, G, u, for_G, for_y):
-            a, g, w, o_G, o_y = part.tensors
+        for_scale = None if scale is None else torch.zeros_like(scale)
+        others = [0, *range(2, y.ndim)]
+        for channels, (a, g, w, o_G, o_y) in parts(y, G, u, for_G, for_y):
             inverse = torch.add(a, ctx.epsilon).reciprocal_()
             torch.mul(w, inverse, out=o_y)
-            if part.scale is not None and sums is not None:
-                sums.add(part.rows, torch.mul(o_y, a).mul_(g))
-                o_y.mul_(part.scale)
+            if scale is not None and for_scale is not None:
+                for_scale[channels] += torch.mul(o_y, a).mul_(g).sum(others, dtype=scale.dtype)
+                o_y.mul_(along_channels(scale[channels], o_y))
             torch.mul(o_y, a, out=o_G)
             o_y.mul_(inverse).mul_(g).mul_(ctx.epsilon)
-        return for_G, for_y, None if sums is None else sums.total(), None
-
-
-class ChannelScale(Function):
-    """`G * scale`, one number a channel: batch norm with its statistics held constant."""
-
-    @staticmethod
-    def forward(ctx: Any, G: Tensor, scale: Tensor) -> Tensor:
-        G = _dense(G)
-        ctx.save_for_backward(G, scale)
-        return G * _along_channels(scale, G)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-        G, scale = ctx.saved_tensors
-        for_G, sums = torch.empty_like(G), ChannelSums(G, scale)
-        for part in _parts(G, scale, u, for_G):
-            g, w, o_G = part.tensors
-            if ctx.needs_input_grad[1]:
-                sums.add(part.rows, torch.mul(w, g))
-            assert part.scale is not None
-            torch.mul(w, part.scale, out=o_G)
-        return for_G, sums.total() if ctx.needs_input_grad[1] else None
+        return for_G, for_y, for_scale, None
 
 
 class Quotient(Function):
@@ -115,13 +115,11 @@ class Quotient(Function):
 
     @staticmethod
     def forward(ctx: Any, G: Tensor, y: Tensor | None, z: Tensor, epsilon: float, signed: bool) -> Tensor:
-        z = _dense(z)
         ctx.save_for_backward(G, y, z)
         ctx.epsilon, ctx.signed = epsilon, signed
         out = torch.empty_like(z)
-        for part in _parts(z, None, G, out, *_given(y)):
-            c, g, o, *a = part.tensors
-            torch.div(g, _stabilised(c, epsilon, signed), out=o)
+        for _, (c, g, o, *a) in parts(z, G, out, *([] if y is None else [y])):
+            torch.div(g, stabilised(c, epsilon, signed), out=o)
             if a:
                 o.mul_(a[0])
         return out
@@ -132,21 +130,22 @@ class Quotient(Function):
         G, y, z = ctx.saved_tensors
         for_G, for_z = torch.empty_like(z), torch.empty_like(z)
         for_y = None if y is None else torch.empty_like(z)
-        for part in _parts(z, None, G, u, for_G, for_z, *_given(y), *_given(for_y)):
-            c, g, w, o_G, o_z, *rest = part.tensors
-            inverse = _stabilised(c, ctx.epsilon, ctx.signed).reciprocal_()
+        for _, (c, g, w, o_G, o_z, *rest) in parts(z, G, u, for_G, for_z, *([] if y is None else [y, for_y])):
+            inverse = stabilised(c, ctx.epsilon, ctx.signed).reciprocal_()
             torch.mul(w, inverse, out=o_G)
             torch.mul(o_G, g, out=o_z)
             if rest:
-                rest[1].copy_(o_z)
-                o_G.mul_(rest[0])
-                o_z.mul_(rest[0])
+                a, o_y = rest
+                o_y.copy_(o_z)
+                o_G.mul_(a)
+                o_z.mul_(a)
             o_z.mul_(inverse).neg_()
         return for_G, for_y, for_z, None, None
 
 
-def _given(t: Tensor | None) -> tuple[Tensor, ...]:
-    return () if t is None else (t,)
+def stabilised(z: Tensor, epsilon: float, signed: bool = True) -> Tensor:
+    """`z + eps`, eps with the sign of z where `signed`."""
+    return torch.where(z < 0, z - epsilon, z + epsilon) if signed else z + epsilon
 
 
 class SumShares(Function):
@@ -154,12 +153,10 @@ class SumShares(Function):
 
     @staticmethod
     def forward(ctx: Any, R: Tensor, a: Tensor, b: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        R = _dense(R)
         ctx.save_for_backward(R, a, b)
         ctx.epsilon = epsilon
         for_a, for_b = torch.empty_like(R), torch.empty_like(R)
-        for part in _parts(R, None, a, b, for_a, for_b):
-            r, first, second, o_a, o_b = part.tensors
+        for _, (r, first, second, o_a, o_b) in parts(R, a, b, for_a, for_b):
             torch.clamp(first, min=0, out=o_a)
             torch.clamp(second, min=0, out=o_b)
             s = torch.add(o_a, o_b).add_(epsilon).reciprocal_().mul_(r)
@@ -172,8 +169,7 @@ class SumShares(Function):
     def backward(ctx: Any, u_a: Tensor, u_b: Tensor) -> tuple[Tensor | None, ...]:
         R, a, b = ctx.saved_tensors
         for_R, for_a, for_b = (torch.empty_like(R) for _ in range(3))
-        for part in _parts(R, None, a, b, u_a, u_b, for_R, for_a, for_b):
-            r, first, second, w_a, w_b, o_R, o_a, o_b = part.tensors
+        for _, (r, first, second, w_a, w_b, o_R, o_a, o_b) in parts(R, a, b, u_a, u_b, for_R, for_a, for_b):
             plus_a, plus_b = first.clamp(min=0), second.clamp(min=0)
             inverse = torch.add(plus_a, plus_b).add_(ctx.epsilon).reciprocal_()
             torch.mul(w_a, plus_a, out=o_R)
@@ -184,81 +180,3 @@ class SumShares(Function):
             torch.sub(w_b, o_R, out=o_b)
             o_b.mul_(s).mul_(second > 0)
         return for_R, for_a, for_b, None
-
-
-def _stabilised(z: Tensor, epsilon: float, signed: bool) -> Tensor:
-    return torch.where(z < 0, z - epsilon, z + epsilon) if signed else z + epsilon
-
-
-def _along_channels(vector: Tensor, like: Tensor) -> Tensor:
-    return vector.view(-1, *[1] * (like.ndim - 2))
-
-
-class _Part(NamedTuple):
-    """A slice of every tensor, as a matrix whose rows or columns are channels, and the channels' numbers for it."""
-
-    tensors: list[Tensor]
-    scale: Tensor | None
-    rows: slice
-
-
-class ChannelSums:
-    """Sums over everything but the channels, collected part by part."""
-
-    def __init__(self, like: Tensor, scale: Tensor) -> None:
-        self.by_columns = _by_columns(like)
-        self.samples = like.shape[0]
-        rows = scale.numel() if self.by_columns else self.samples * scale.numel()
-        self.sums = torch.zeros(rows, dtype=scale.dtype, device=scale.device)
-
-    def add(self, rows: slice, values: Tensor) -> None:
-        if self.by_columns:
-            self.sums += values.sum(0, dtype=self.sums.dtype)
-        else:
-            torch.sum(values, 1, dtype=self.sums.dtype, out=self.sums[rows])
-
-    def total(self) -> Tensor:
-        return self.sums if self.by_columns else self.sums.view(self.samples, -1).sum(0)
-
-
-def _by_columns(like: Tensor) -> bool:
-    """Whether channels are the columns of the matrix a tensor is cut up as."""
-    return like.ndim == 2 or (like.ndim >= 4 and not like.is_contiguous())
-
-
-def _parts(like: Tensor, scale: Tensor | None, *others: Tensor) -> Iterator[_Part]:
-    """Cuts `like` (dense) and the others, laid out alike, into parts that fit the cache (on CUDA: one part)."""
-    channels_last = like.ndim >= 4 and not like.is_contiguous()
-    by_columns = _by_columns(like)
-    if by_columns:
-        shape = (-1, like.shape[1])
-    else:
-        shape = (like.shape[0] * like.shape[1], -1) if like.ndim > 2 else (1, -1)
-    matrices = [_matrix(t, like, shape, channels_last) for t in (like, *others)]
-    rows, columns = matrices[0].shape
-    if scale is not None:
-        scale = scale.view(1, -1) if by_columns else scale.repeat(like.shape[0]).view(-1, 1)
-    step = rows if like.is_cuda else max(1, CHUNK // max(1, columns))
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        part_scale = scale if scale is None or by_columns else scale[part]
-        yield _Part([m[part] for m in matrices], part_scale, part)
-
-
-def _dense(t: Tensor) -> Tensor:
-    """The tensor itself if it is contiguous, channels first or last, else a copy that is."""
-    if t.is_contiguous() or (t.ndim in (4, 5) and t.is_contiguous(memory_format=_format(t.ndim))):
-        return t
-    return t.contiguous()
-
-
-def _format(ndim: int) -> torch.memory_format:
-    return torch.channels_last if ndim == 4 else torch.channels_last_3d
-
-
-def _matrix(t: Tensor, like: Tensor, shape: tuple[int, int], channels_last: bool) -> Tensor:
-    if channels_last:
-        t = t.contiguous(memory_format=_format(like.ndim)).movedim(1, -1)
-    else:
-        t = t.contiguous()
-    return t.reshape(shape)

@@ -14,8 +14,6 @@ from typing import Any
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from fasterisnet.lrp.small_maps import SmallConvolution, Unrolled
-
 Node = Any
 Edge = tuple[Node, int]
 
@@ -37,7 +35,7 @@ MOVING = PERMUTING | frozenset(
     ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     Unfold Im2Col Tril Triu Where MaskedFill MaskedSelect MaskedScatter IndexPut IndexPutImpl IndexCopy IndexFill
     Scatter Copy Zero Fill SliceScatter SelectScatter DiagonalScatter DiagEmbed NanToNum UnsafeSplit
-    UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex Rot90 BlockDiag Unrolled
+    UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex Rot90 BlockDiag
     MaxUnpool2D MaxUnpool3D Put
     """.split()
 )
@@ -72,7 +70,7 @@ SIGNED = frozenset(
 
 SUMS = frozenset({"Add", "Sub", "Rsub"})
 PRODUCTS = frozenset({"Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Neg", "NativeDropout", "Glu"})
-LINEAR = frozenset({"Convolution", "Addmm", "Mm", "Bmm", "Mv", "Addmv", "Baddbmm", "SmallConvolution"})
+LINEAR = frozenset({"Convolution", "Addmm", "Mm", "Bmm", "Mv", "Addmv", "Baddbmm"})
 BILINEAR = frozenset({"Addbmm", "Addr", "Dot", "Vdot", "LinalgVecdot", "Trilinear", "Cross", "LinalgCross"})
 BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
 NORMS = BATCH_NORMS | {"NativeLayerNorm", "NativeGroupNorm"}
@@ -97,15 +95,12 @@ _GROUPS = {
 }  # fmt: skip
 GROUPS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds}
 
-# Python Functions whose formulas are known. Any other one is a stranger, whatever its name.
-_FUNCTIONS = {SmallConvolution: "SmallConvolution", Unrolled: "Unrolled", BackwardHookFunction: "Identity"}
-
 
 def kind(node: Node) -> str:
-    """What a node computes; Python Functions of others get a name that no list holds."""
+    """What a node computes; Python Functions, whatever their name, get one that no list holds."""
     if isinstance(node, BackwardCFunction):
         function = getattr(node, "_forward_cls", None)
-        return _FUNCTIONS.get(function, f"Function {getattr(function, '__name__', '?')}")
+        return "Identity" if function is BackwardHookFunction else f"Function {getattr(function, '__name__', '?')}"
     return _bare(node.name())
 
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fasterisnet.errors import RuleError
-from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings, wide
+from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings, along_channels, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, Edge, Node, descend, edges, kind, shape, spoken
 from fasterisnet.lrp.record import note
-from fasterisnet.lrp.small_maps import convolve, transposed
 
 Active = Callable[[Node], list[bool]]
 
@@ -34,11 +33,6 @@ def operand(node: Node, position: int, saved: str = "") -> Any:
             "fasterisnet.explain, or run the forward pass inside `with fasterisnet.recording():`."
         )
     return found.operands[position]
-
-
-def along_channels(vector: Tensor, like: Tensor) -> Tensor:
-    """One number a channel, shaped to be multiplied with `like`."""
-    return vector.view(-1, *[1] * (like.ndim - 2))
 
 
 class Layer:
@@ -134,38 +128,7 @@ class Convolution(Layer):
         return torch.cat(weights, 1)
 
 
-class Small(Layer):
-    """A convolution of a map smaller than its kernel; see `small_maps`."""
-
-    side = channels = 1
-
-    def _read(self) -> None:
-        self.weight, bias = self.node.saved_tensors[1:]
-        self.has_bias = bias is not None
-        self.can_pair = self.per_channel = True
-
-    @property
-    def x(self) -> Tensor:
-        return self.node.saved_tensors[0]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return along_channels(self.node.saved_tensors[2], self.x) if self.has_bias else None
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return convolve(x, weight.to(x.dtype), None, self.node.geometry)
-
-    def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
-        return transposed(G, weight.to(G.dtype), self.node.geometry)
-
-    def scaled(self, scale: Tensor) -> Tensor:
-        return self.weight * scale.view(-1, 1, 1, 1)
-
-    def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.cat(weights, 2)
-
-
-CLASSES = {"Convolution": Convolution, "SmallConvolution": Small, **dict.fromkeys(Layer.PRODUCTS, Layer)}
+CLASSES = {"Convolution": Convolution, **dict.fromkeys(Layer.PRODUCTS, Layer)}
 
 
 def factors(node: Node) -> tuple[int, int]:

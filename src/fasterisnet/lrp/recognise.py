@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fasterisnet.lrp.kinds import ACTIVATIONS, MOVING, Edge, Node, edges, kind, shape, source
+from fasterisnet.lrp.kinds import ACTIVATIONS, MOVING, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.layers import Active, operand
 from fasterisnet.lrp.record import Note, note
 
@@ -29,33 +29,31 @@ class Activation(NamedTuple):
 
 # --- activations ---------------------------------------------------------------------------------------------------
 
-FUNCTIONS: dict[str, Callable[[Node, Tensor], Tensor]] = {
-    "Gelu": lambda n, x: F.gelu(x, approximate=n._saved_approximate),
-    "Silu": lambda n, x: F.silu(x),
-    "Mish": lambda n, x: F.mish(x),
-    "Hardswish": lambda n, x: F.hardswish(x),
-    "LeakyRelu": lambda n, x: F.leaky_relu(x, n._saved_negative_slope),
-    "Elu": lambda n, x: torch.ops.aten.elu(x, n._saved_alpha, n._saved_scale, n._saved_input_scale),
-    "Celu": lambda n, x: F.celu(x, n._saved_alpha),
+# Those that are run again by another formula: torch cannot differentiate its own hard-sigmoid twice.
+FORMULAS: dict[str, Callable[[Node, Tensor], Tensor]] = {
+    "Hardsigmoid": lambda n, x: F.hardtanh(x + 3, 0.0, 6.0) / 6,
     "PreluKernel": lambda n, x: torch.where(x > 0, x, n._saved_weight * x),
+    "Threshold": lambda n, x: F.threshold(x, n._saved_threshold, operand(n, 2)),
     "RreluWithNoise": lambda n, x: (
         x * torch.where(x > 0, torch.ones_like(x), n._saved_noise)
         if n._saved_training
         else F.leaky_relu(x, (n._saved_lower + n._saved_upper) / 2)
     ),
-    "Tanh": lambda n, x: x.tanh(),
-    "Sigmoid": lambda n, x: x.sigmoid(),
-    "Hardsigmoid": lambda n, x: F.hardtanh(x + 3, 0.0, 6.0) / 6,  # torch cannot differentiate its own twice
-    "Hardtanh": lambda n, x: F.hardtanh(x, n._saved_min_val, n._saved_max_val),
-    "Softplus": lambda n, x: F.softplus(x, n._saved_beta, n._saved_threshold),
-    "LogSigmoid": lambda n, x: F.logsigmoid(x),
-    "Hardshrink": lambda n, x: F.hardshrink(x, n._saved_lambd),
-    "Softshrink": lambda n, x: F.softshrink(x, n._saved_lambd),
-    "Threshold": lambda n, x: F.threshold(x, n._saved_threshold, operand(n, 2)),
-    "Clamp": lambda n, x: torch.clamp(x, n._saved_min, n._saved_max),
-    "ClampMin": lambda n, x: torch.clamp(x, min=n._saved_min),
-    "ClampMax": lambda n, x: torch.clamp(x, max=n._saved_max),
 }
+BOUNDS = {"Maximum": torch.maximum, "Minimum": torch.minimum, "Fmax": torch.fmax, "Fmin": torch.fmin}
+OF_ONE = ACTIVATIONS - BOUNDS.keys() - {"Relu"}
+
+
+def run_again(node: Node, x: Tensor) -> Tensor:
+    """An activation of x: torch's operation of that name, with the settings that autograd saved under their names."""
+    what = kind(node)
+    if what in FORMULAS:
+        return FORMULAS[what](node, x)
+    operation = getattr(torch.ops.aten, spoken(what))
+    names = [argument.name for argument in operation.default._schema.arguments[1:]]
+    return operation(x, **{name: getattr(node, f"_saved_{name}") for name in names})
+
+
 # Element-wise steps of functions of one activation, such as `x * tanh(softplus(x))`.
 OFFSETS = frozenset({"Add", "Sub", "Rsub"})
 UNARY = ACTIVATIONS | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Exp", "Erf", "Reciprocal", "Log1P", "Expm1", "Abs",
@@ -69,17 +67,17 @@ def activation(node: Node, active: Active) -> Activation | None:
         return _in_place(node, found)
     if found is not None and found.selected is not None:
         return _masked(node, found.selected, active)
-    if what in FUNCTIONS and not (what.startswith("Clamp") and any(active(node)[1:])):
+    if what in OF_ONE and not (what.startswith("Clamp") and any(active(node)[1:])):
         x = operand(node, 0, "self")
         edge = edges(node)[0]
         rectifies = _rectifies(node, what)
-        y = x.clamp(min=0) if rectifies else FUNCTIONS[what](node, x)
+        y = x.clamp(min=0) if rectifies else run_again(node, x)
         return Activation(x.expand_as(y), y, edge if rectifies else _without_rectifier(node, edge), rectifies)
     if what == "Relu":
         y = node._saved_result
         return Activation(y, y, edges(node)[0], True)
     if what in BOUNDS:
-        return _bounded(node, what, active(node))
+        return _bounded(node, what, active)
     if what in ("Mul", "Div"):
         return _of_itself(node, what, active)
     return _tanhshrink(node) if what == "Sub" else None
@@ -116,22 +114,23 @@ def _behind_rectifier(edge: Edge) -> Edge:
     below = source(edge)[0]
     if below is None:
         return edge
-    is_relu = kind(below) == "Relu" or (kind(below) in FUNCTIONS and _rectifies(below, kind(below)))
+    is_relu = kind(below) == "Relu" or (kind(below) in OF_ONE and _rectifies(below, kind(below)))
     return edges(below)[0] if is_relu else edge
 
 
-BOUNDS = {"Maximum": torch.maximum, "Minimum": torch.minimum, "Fmax": torch.fmax, "Fmin": torch.fmin}
-
-
-def _bounded(node: Node, what: str, active: list[bool]) -> Activation | None:
-    """`max(x, 0)` is a ReLU, another constant bound another activation. Of two activations the winner takes all."""
+def _bounded(node: Node, what: str, active: Active) -> Activation | None:
+    """`max(x, 0)` is a ReLU, with another constant, or `max(x, x/10)`, an activation; of two the winner takes all."""
     a, b = node._saved_self, node._saved_other
     for at, (x, bound) in enumerate(((a, b), (b, a))):
-        y = BOUNDS[what](x, bound)
-        if active[at] and what in ("Maximum", "Fmax") and _all_zero(bound) and x.shape == y.shape:
-            return Activation(x, y, edges(node)[at], True)
-        if active[at] and not active[1 - at]:
-            return Activation(x.expand_as(y), y, _without_rectifier(node, edges(node)[at]))
+        y, edge, other = BOUNDS[what](x, bound), edges(node)[at], edges(node)[1 - at]
+        if not active(node)[at]:
+            continue
+        if what in ("Maximum", "Fmax") and _all_zero(bound) and x.shape == y.shape:
+            return Activation(x, y, edge, True)
+        if not active(node)[1 - at]:
+            return Activation(x.expand_as(y), y, _without_rectifier(node, edge))
+        if x.shape == y.shape and _steps(other, source(edge), active) is not None:
+            return Activation(x, y, edge)
     return None
 
 
@@ -151,21 +150,23 @@ def _masked(node: Node, x: Tensor, active: Active) -> Activation | None:
         return None
     mask, *branches = found.operands
     origin = next((e for e, b in zip(edges(node), branches, strict=True) if b is x), edge)
-    if any(on and _steps(e, origin) is None for e, on in zip(edges(node), active(node), strict=True)):
+    if any(on and _steps(e, origin, active) is None for e, on in zip(edges(node), active(node), strict=True)):
         return None
     y = torch.where(mask, *branches)
     return Activation(x.expand_as(y), y, _behind_rectifier(origin))
 
 
-def masks_itself(node: Node, found: Note, active: list[bool]) -> bool:
+def masks_itself(node: Node, found: Note, active: Active) -> bool:
     """Whether a mask was made of the very activation it is laid over."""
-    on = [e for e, a in zip(edges(node), active, strict=True) if a]
+    on = [e for e, a in zip(edges(node), active(node), strict=True) if a]
     filled = [
         v for v in found.operands[1:] if not isinstance(v, Tensor) or (v.is_floating_point() and v.grad_fn is None)
     ]
-    if sum(active) == 1 and (kind(node) == "Mul" or (filled and all(_all_zero(v) for v in filled))):
+    if len(on) == 1 and (kind(node) == "Mul" or (filled and all(_all_zero(v) for v in filled))):
         return False  # set to zero or kept: its derivative is f(x)/x
-    return found.selected is not None or any(_steps(e, origin) is not None for e in on for origin in found.masks)
+    return found.selected is not None or any(
+        _steps(e, origin, active) is not None for e in on for origin in found.masks
+    )
 
 
 def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
@@ -175,7 +176,7 @@ def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
     for at in (0, 1) if what == "Mul" else (0,):
         a, other = (node._saved_self, node._saved_other) if at == 0 else (node._saved_other, node._saved_self)
         x, edge = unscaled(a, edges(node)[at], active)
-        steps = _steps(edges(node)[1 - at], edge)
+        steps = _steps(edges(node)[1 - at], edge, active)
         if steps is None or (what == "Mul" and (is_constant(edges(node)[1 - at], active) or not steps & OFFSETS)):
             continue
         low, high = _range(edges(node)[1 - at], active) if what == "Mul" else (0.0, 0.0)
@@ -195,14 +196,14 @@ def unscaled(t: Tensor, edge: Edge, active: Active) -> tuple[Tensor, Edge]:
     return t, source(edge)
 
 
-def _steps(edge: Edge, x: Edge, limit: int = 12) -> frozenset[str] | None:
-    """The kinds of step by which an edge is computed from x alone, element by element; None if it is not."""
+def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[str] | None:
+    """The kinds of step by which an edge is computed from x and constants, element by element; None if it is not."""
     if edge[0] is x[0] and edge[1] == x[1]:
         return frozenset()
     if edge[0] is None or limit == 0 or kind(edge[0]) not in UNARY:
         return None
-    below = [e for e in edges(edge[0]) if e[0] is not None and not hasattr(e[0], "variable")]
-    found = [_steps(e, x, limit - 1) for e in below]
+    below = [e for e, on in zip(edges(edge[0]), active(edge[0]), strict=True) if on]
+    found = [_steps(e, x, active, limit - 1) for e in below]
     if not found or any(f is None for f in found):
         return None
     return frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
@@ -226,7 +227,6 @@ def _tanhshrink(node: Node) -> Activation | None:
 
 SIZES = frozenset({"Rsqrt", "Reciprocal", "LinalgVectorNorm", "Norm", "Std", "Var", "StdMean", "VarMean"})
 OFFSET_FIRST = frozenset({"Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"})
-CONVOLUTIONS = frozenset({"Convolution", "SmallConvolution"})
 
 
 def shares(at: Step) -> list[tuple[int, float]]:
@@ -243,7 +243,7 @@ def shares(at: Step) -> list[tuple[int, float]]:
             return [(0, 0.5)]
         at.warn()
     offset = 1 if at.kind in OFFSET_FIRST else 0
-    factors = [i for i in on if i >= offset and not (at.kind in CONVOLUTIONS and i == 2)]
+    factors = [i for i in on if i >= offset and not (at.kind == "Convolution" and i == 2)]
     constant = [i for i in factors if len(factors) > 1 and is_constant(at.edge(i), at.walk.behind)]
     if len(factors) < 2 or 0 < len(constant) < len(factors):
         return [(i, 1.0) for i in on if i not in constant]

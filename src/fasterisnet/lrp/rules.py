@@ -17,7 +17,7 @@ import torch
 from fasterisnet.errors import InputError
 from fasterisnet.lrp.epsilon import (
     activation_epsilon,
-    attention_half,
+    attention_in_steps,
     linear_ordinary,
     norm_constant,
     product_half,
@@ -30,7 +30,6 @@ from fasterisnet.lrp.recognise import activation, masks_itself
 from fasterisnet.lrp.walk import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
-    attention_zplus,
     first_layer,
     linear_zplus,
     norm_zplus,
@@ -95,15 +94,16 @@ def is_linear_here(at: Step) -> bool:
 
 def announce(at: Step, in_R: bool) -> None:
     """Operations with a rule that are met in a form it does not cover."""
-    if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.active):
+    if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.walk.active):
         at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
     elif (at.kind == "Lerp" and at.is_active(2)) or (at.kind.startswith("GridSampler") and at.is_active(1)):
         at.warn("has weights computed from the images; its ordinary derivative was used.")
     elif GROUPS.get(at.kind) == "norm" and any(at.active[1:]):
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
-    elif in_R and not at.is_score:
-        weight = at.saved("weight") if at.kind == "Lerp" else 0
-        signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= 1)
+    elif in_R:
+        weight = {"Lerp": at.saved("weight"), "IndexAdd": at.saved("alpha")}.get(at.kind, 0)
+        upper = 1 if at.kind == "Lerp" else math.inf
+        signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= upper)
         if signed or at.kind in ("Addcmul", "Addcdiv") or at.saved("accumulate") or GROUPS.get(at.kind) == "bilinear":
             at.warn("is a sum of positive and negative parts that z+ cannot tell apart; its derivative was used.")
 
@@ -156,11 +156,11 @@ def activation_pass(at: Step) -> None:
 
 _EPSILON: dict[str, Rule] = {
     "linear": linear_ordinary, "bilinear": product_half, "norm": norm_constant, "activation": activation_epsilon,
-    "product": product_half, "attention": attention_half, "slices": replayed,
+    "product": product_half, "attention": attention_in_steps, "slices": replayed,
 }  # fmt: skip
 _ZPLUS: dict[str, Rule] = {
     "linear": linear_zplus, "bilinear": product_half, "norm": norm_zplus, "activation": activation_zplus,
-    "product": product_half, "attention": attention_zplus, "sum": sum_zplus, "pool": pool_zplus,
+    "product": product_half, "attention": attention_in_steps, "sum": sum_zplus, "pool": pool_zplus,
     "softmax": softmax_zplus, "signed": signed_zplus, "slices": replayed,
 }  # fmt: skip
 
@@ -182,12 +182,12 @@ def gamma_table(epsilon: float = 0.01, gamma: float = 0.25) -> RuleTable:
 
 
 def gradient_table(epsilon: float = 0.0) -> RuleTable:
-    """No rule at all: Gradient*Input. Layers and attention only skip what nobody asks for."""
+    """No rule at all: Gradient*Input. Layers only skip what nobody asks for, attention can be differentiated twice."""
 
     def linear(at: Step) -> None:
         (linear_ordinary if layer(at.node, at.walk.active) is not None else Step.pass_on)(at)
 
-    rules: dict[str, Rule] = {"linear": linear, "attention": lambda at: attention_half(at, 1.0), "slices": replayed}
+    rules: dict[str, Rule] = {"linear": linear, "attention": attention_in_steps, "slices": replayed}
     return RuleTable("gradient", epsilon, rules, needs_values=False, loud=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ def relevance(
                 f"The score does not depend on the input of shape {tuple(t.shape)} in a differentiable way."
             )
     with torch.set_grad_enabled(create_graph):
-        maps = tuple(_map(found.get(end, {}), t) for end, t in zip(ends, values, strict=True))
+        maps = tuple(_map(found[end], t) for end, t in zip(ends, values, strict=True))
     return maps if several else maps[0]
 
 
@@ -89,20 +88,6 @@ def _map(flow: Mapping[str, Tensor], value: Tensor) -> Tensor:
     """`R = x * G`, and what came as relevance."""
     parts = [t if form in ("R", "B") else t * value for form, t in flow.items()]
     return sum(parts[1:], parts[0]).to(value.dtype) if parts else torch.zeros_like(value)
-
-
-NO_PATH = (
-    "The model's output does not depend on its input in a differentiable way: is something detached, or run under "
-    "torch.no_grad()?"
-)
-
-
-@dataclass
-class Capture:
-    """The output of a named module: its value and its place in the graph."""
-
-    value: Tensor
-    edge: Edge
 
 
 class Trace:
@@ -128,7 +113,7 @@ class Trace:
         self.root = images if self.root_is_users else images.detach().requires_grad_()
         self.names = {module: name for name, module in self.model.named_modules()}
         self.wanted = self._named(layers)
-        self.captures: dict[str, Capture] = {}
+        self.captures: dict[str, tuple[Tensor, Edge]] = {}  # outputs of the wanted modules: value, place
         self._spans: list[tuple[int, int, str]] = []
         values = any(not isinstance(t, RuleTable) or t.needs_values for t in tables)
         if values and any(type(module).__name__ == "RecursiveScriptModule" for module in self.names):
@@ -183,7 +168,10 @@ class Trace:
                 "it has to be (batch, classes)."
             )
         if not logits.requires_grad:
-            raise InputError(NO_PATH)
+            raise InputError(
+                "The model's output does not depend on its input in a differentiable way: is something detached, or "
+                "run under torch.no_grad()?"
+            )
         missing = [name for name in self.wanted if name not in self.captures]
         if missing:
             raise InputError(f"Layer '{missing[0]}' was not run by the model's forward; name a module that is.")
@@ -208,7 +196,7 @@ class Trace:
                 raise InputError(f"Layer '{name}' ran more than once in a forward pass; name a module that runs once.")
             if not isinstance(output, Tensor) or not output.requires_grad:
                 raise InputError(f"Layer '{name}' does not return a tensor that depends on the network input.")
-            self.captures[name] = Capture(output.clone(), edge_of(output))  # the model may overwrite its own
+            self.captures[name] = output.clone(), edge_of(output)  # the model may overwrite its own
 
         return hook
 
@@ -230,23 +218,23 @@ class Trace:
         bounds = None
         if use_box and self.box is not None:
             bounds = (*box_of(self.box, self.root), self.root.detach())
-        names = list(self.captures)
-        ends = [edge_of(self.root), *[self.captures[n].edge for n in names]]
+        ends = [edge_of(self.root), *[edge for _, edge in self.captures.values()]]
         base, at = self._tables(table)
         walk = Walk(
             base, ends, log=self.log, place=self.module_name, table_at=at, box=bounds, create_graph=create_graph,
             keep_root=self.root_is_users,
         )  # fmt: skip
-        with (
-            torch.enable_grad()
-        ):  # what makes a score of the logits is no part of the network: its derivative is its rule
+        with torch.enable_grad():  # what makes a score of the logits is no part of the network: G is its derivative
             (G,) = torch.autograd.grad(score.sum(), self.logits, create_graph=create_graph, retain_graph=True)
         found = walk.run(edge_of(self.logits), G)
-        values = [self.root if self.root_is_users else self.root.detach(), *[self.captures[n].value for n in names]]
+        values = [
+            self.root if self.root_is_users else self.root.detach(),
+            *[value for value, _ in self.captures.values()],
+        ]
         with torch.set_grad_enabled(create_graph):
             maps = {
                 name: _map(found.get(end, {}), value)
-                for name, end, value in zip(["input", *names], ends, values, strict=True)
+                for name, end, value in zip(["input", *self.captures], ends, values, strict=True)
             }
         return maps if create_graph else {name: m.detach() for name, m in maps.items()}
 

@@ -8,7 +8,7 @@ exist only here: the ordinary backward pass knows nothing of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fasterisnet.errors import InputError, RuleError, RuleWarning
-from fasterisnet.lrp.kernels import Quotient, wide
+from fasterisnet.lrp.kernels import Quotient, stabilised, wide
 from fasterisnet.lrp.kinds import GROUPS, MOVING, SAME, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.layers import through
 from fasterisnet.lrp.record import note
@@ -176,12 +176,19 @@ class Walk:
         by = self._waiting.setdefault(edge[0], {}).setdefault(form, {})
         by[edge[1]] = by[edge[1]] + t if edge[1] in by else t
 
-    def beside(self, at: Step, ends: Sequence[Edge]) -> Walk:
-        """A walk through something that was run again in place of a node."""
+    def beside(
+        self, at: Step, ends: dict[int, Edge], result: Tensor, t: Tensor, form: str
+    ) -> Iterator[tuple[int, tuple[str, Tensor]]]:
+        """Walks through something that was run again in place of a node: what arrives at which end, in which form."""
         place = self.place(at.node)
-        return Walk(
-            at.table, ends, log=self.log, place=lambda _: place, create_graph=self.create_graph, behind=self.behind
-        )
+        walk = Walk(
+            at.table, list(ends.values()), log=self.log, place=lambda _: place, create_graph=self.create_graph,
+            behind=self.behind,
+        )  # fmt: skip
+        found = walk.run(edge_of(result), t, form)
+        for position, end in ends.items():
+            for changed in found.get(end, {}).items():
+                yield position, changed
 
     def wants(self, *asked: Edge) -> bool:
         """Whether the relevance at one of these edges was asked for."""
@@ -357,7 +364,7 @@ class Step:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""
         for form, by in self.flow.items():
             y = self.note.result if form == "R" and self.note is not None and set(by) == {0} else None
-            arrived = by if y is None else {0: by[0] / torch.where(y < 0, y - self.eps, y + self.eps)}
+            arrived = by if y is None else {0: by[0] / stabilised(y, self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
                 if t is not None and self.active[position]:
                     values = self.note.tensors if y is not None and self.note is not None else []

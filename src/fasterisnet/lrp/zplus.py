@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fasterisnet.errors import RuleError
-from fasterisnet.lrp.epsilon import attention_parts, product_half, ungrouped
+from fasterisnet.lrp.epsilon import product_half
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, descend, edges, kind, source
 from fasterisnet.lrp.layers import CLASSES, Unit, biased, layer, norm, operand, through, unit
@@ -91,9 +91,7 @@ def _one_unit(at: Step, unit: Unit) -> str:
 
 def sum_zplus(at: Step) -> None:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`, likewise R_2; a constant takes part in z and gets nothing."""
-    if at.is_score or (
-        sum(at.active) == 1 and at.note is not None and any(_is_nothing(v) for v in at.note.operands[:2])
-    ):
+    if sum(at.active) == 1 and at.note is not None and any(_is_nothing(v) for v in at.note.operands[:2]):
         at.pass_on()
         return
     layer_with_bias = biased(at.node, at.walk.active)
@@ -137,9 +135,6 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 
 def pool_zplus(at: Step) -> None:
     """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`."""
-    if at.is_score:
-        at.pass_on()
-        return
     known = None if at.note is None else at.note.tensors
     xs = [wide(known[i] if known else operand(at.node, i, "self")) if on else None for i, on in enumerate(at.active)]
     positive = [None if x is None else x.clamp(min=0) for x in xs]
@@ -172,39 +167,33 @@ def softmax_zplus(at: Step) -> None:
         at.send(0, form, by[0] if form == "R" else at.ordinary(by)[0])
 
 
-def attention_zplus(at: Step) -> None:
-    """Two products, and the softmax between them, in their steps."""
-    q, k, v, _, p = attention_parts(at)
-    R_p, R_v = _positive_products(torch.matmul, p, v, at.relevance(lambda: p @ v), at)
-    R_q, R_k = _positive_products(torch.matmul, q, k.mT, R_p, at)
-    at.send_R(0, R_q)
-    at.send_R(1, ungrouped(R_k.mT, at, 1))
-    at.send_R(2, ungrouped(R_v, at, 2))
-
-
 def _product_zplus(at: Step) -> None:
-    """Half to each factor, by the positive products: `z = a+ b+ + a- b-`."""
+    """Half to each factor, by the positive products: `z = a+ b+ + a- b-`, `s = R/(2 (z + eps))`."""
     positions = [i for i, on in enumerate(at.active) if on]
     found = CLASSES[at.kind](at.node, positions[0])
     R = at.relevance(lambda: found.forward(found.x, found.weight))
     # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
-    a, b = (unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True))
-    for position, share in zip(positions, _positive_products(found.forward, a, b, R, at), strict=True):
+    factors = [
+        unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True)
+    ]
+
+    def z(a_plus: Tensor, a_minus: Tensor, b_plus: Tensor, b_minus: Tensor) -> Tensor:
+        return found.forward(a_plus, b_plus) + found.forward(a_minus, b_minus)
+
+    for position, share in zip(positions, _by_parts(z, factors, 0.5 * R, at), strict=True):
         at.send_R(position, share)
 
 
-def _positive_products(
-    f: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, R: Tensor, at: Step
-) -> tuple[Tensor, Tensor]:
-    """Relevance of a and b in a product f: `s = R/(2 (z + eps))`, each positive product sends s times itself."""
+def _by_parts(z: Callable[..., Tensor], xs: Sequence[Tensor], R: Tensor, at: Step) -> list[Tensor]:
+    """z of the positive and the negative part of every x: `s = R/(z + eps)`, to each part itself times `dz s`."""
     with torch.enable_grad():
-        a, b = (t if t.requires_grad and at.walk.create_graph else t.detach().requires_grad_() for t in (a, b))
-        parts = [(t.clamp(min=0), t.clamp(max=0)) for t in (a, b)]
-        (a_plus, a_minus), (b_plus, b_minus) = parts
-        z = f(a_plus, b_plus) + f(a_minus, b_minus)
-        s = 0.5 * Quotient.apply(R, None, z, at.eps, False)
-        found = torch.autograd.grad(z, (a_plus, a_minus, b_plus, b_minus), s, create_graph=at.walk.create_graph)
-        return a_plus * found[0] + a_minus * found[1], b_plus * found[2] + b_minus * found[3]
+        xs = [x if x.requires_grad and at.walk.create_graph else x.detach().requires_grad_() for x in xs]
+        parts = [part for x in xs for part in (x.clamp(min=0), x.clamp(max=0))]
+        total = z(*parts)
+        s = Quotient.apply(R, None, total, at.eps, False)
+        back = torch.autograd.grad(total, parts, s, create_graph=at.walk.create_graph)
+        sent = [part * t for part, t in zip(parts, back, strict=True)]
+        return [plus + minus for plus, minus in zip(sent[::2], sent[1::2], strict=True)]
 
 
 def signed_zplus(at: Step) -> None:
@@ -214,13 +203,13 @@ def signed_zplus(at: Step) -> None:
         at.pass_on()
         return
     x = operand(at.node, 0)
-    rows, columns = _resizing(at, x)
-    halves = [(rows.clamp(min=0), columns.clamp(min=0)), (rows.clamp(max=0), columns.clamp(max=0))]
-    halves += [(rows.clamp(min=0), columns.clamp(max=0)), (rows.clamp(max=0), columns.clamp(min=0))]
-    inputs = [x.clamp(min=0)] * 2 + [x.clamp(max=0)] * 2
-    z = torch.stack([r @ t @ c.mT for (r, c), t in zip(halves, inputs, strict=True)]).sum(0)
-    s = Quotient.apply(at.arrived("R"), None, z, at.eps, False)
-    at.send_R(0, torch.stack([t * (r.mT @ s @ c) for (r, c), t in zip(halves, inputs, strict=True)]).sum(0))
+    (r_plus, r_minus), (c_plus, c_minus) = [(t.clamp(min=0), t.clamp(max=0)) for t in _resizing(at, x)]
+
+    def z(plus: Tensor, minus: Tensor) -> Tensor:
+        positive = r_plus @ plus @ c_plus.mT + r_minus @ plus @ c_minus.mT
+        return positive + r_plus @ minus @ c_minus.mT + r_minus @ minus @ c_plus.mT
+
+    at.send_R(0, _by_parts(z, [x], at.flow["R"][0], at)[0])
 
 
 def _resizing(at: Step, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,9 +217,9 @@ def _resizing(at: Step, x: Tensor) -> tuple[Tensor, Tensor]:
     resize = getattr(torch.ops.aten, "_upsample_bicubic2d_aa" if at.kind.endswith("Aa") else "upsample_bicubic2d")
     settings = (at.saved("output_size"), at.saved("align_corners"), at.saved("scales_h"), at.saved("scales_w"))
     height, width = x.shape[-2:]
-    eyes = [torch.eye(n, dtype=x.dtype, device=x.device) for n in (height, width)]
-    by_row = resize(eyes[0].view(1, height, height, 1).expand(-1, -1, -1, width).contiguous(), *settings)
-    by_column = resize(eyes[1].view(1, width, 1, width).expand(-1, -1, height, -1).contiguous(), *settings)
+    rows, columns = (torch.eye(n, dtype=x.dtype, device=x.device) for n in (height, width))
+    by_row = resize(rows.view(1, height, height, 1).expand(-1, -1, -1, width).contiguous(), *settings)
+    by_column = resize(columns.view(1, width, 1, width).expand(-1, -1, height, -1).contiguous(), *settings)
     return by_row[0, :, :, 0].mT, by_column[0, :, 0].mT
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +23,7 @@ class Parts:
 
     heatmap: what the method adds to the classification loss, before it is weighted. without_mask: samples that took
     part in the classification loss only. skipped: the step has no meaning because relevance was not finite; `total` is
-    then zero. logits: detached, for metrics.
+    then zero. logits: detached, for metrics. counts: sums over the batch for the log, called `Method.counts`.
     """
 
     total: Tensor
@@ -35,6 +35,7 @@ class Parts:
     without_mask: int = 0
     skipped: bool = False
     logits: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
+    counts: Tensor = field(repr=False, default_factory=lambda: torch.empty(0))
 
 
 class Method(ABC):
@@ -43,13 +44,23 @@ class Method(ABC):
     needs_masks: without masks it would be another method. needs_ranges: it needs C1 and C2, see `calibrate`.
     multi_label: it knows what to do when several classes are true at once. generator: for reproducible draws. share:
     (rank, processes) of a process that takes `batch[rank::processes]`, so that all draw what one would. batch: samples
-    of the present batch over all of them; None if each has as many as this one.
+    of the present batch over all of them; None if each has as many as this one. explainers: of an audit's explainers
+    (see `evaluation.explainers`) those whose maps it optimises, so that they may look better than the network is.
+
+    A method that is a network, or trains in stages, has more to say. default_model: what it trains if nothing else is
+    named. shaping: options that decide what the network is; they are kept with its weights. idle: parts of the network
+    take no part in some steps. counts: names of `Parts.counts`.
     """
 
     name: ClassVar[str] = ""
     needs_masks: ClassVar[bool] = False
     needs_ranges: ClassVar[bool] = False
     multi_label: ClassVar[bool] = True
+    default_model: ClassVar[str] = "resnet50"
+    shaping: ClassVar[tuple[str, ...]] = ()
+    idle: ClassVar[bool] = False
+    counts: ClassVar[tuple[str, ...]] = ()
+    explainers: ClassVar[tuple[str, ...]] = ()
 
     epoch: int = 0
     generator: torch.Generator | None = None
@@ -60,6 +71,10 @@ class Method(ABC):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The loss of one batch, differentiable for every parameter of the model."""
 
+    def begin(self, model: nn.Module, images: Tensor) -> list[str]:
+        """Before a run: finds out what the first step would, with images as it will see them; returns what to say."""
+        return []
+
     def combine(self, classification: Any, heatmap: Any) -> Any:
         """The total: how what the method adds is weighted against the classification loss."""
         return classification
@@ -68,9 +83,53 @@ class Method(ABC):
         """Tells schedules where training is."""
         self.epoch = epoch
 
+    def drawn(self, draw: Callable[..., Tensor], samples: int, *shape: int) -> Tensor:
+        """Random numbers for each of this process's samples: its part of what one process would draw for all.
+
+        draw: a function such as `torch.rand`, called with a shape.
+        """
+        device = "cpu" if self.generator is None else self.generator.device
+        rank, processes = self.share
+        whole = samples * processes if self.batch is None else self.batch
+        return draw((whole, *shape), generator=self.generator, device=device)[rank::processes]
+
+    # --- methods that are a network, or train in stages ------------------------------------------------------------
+
+    @classmethod
+    def network(cls, model: nn.Module, channels: int, size: int, **shape: Any) -> nn.Module:
+        """What is trained, made of the model that was asked for; shape: the options called `shaping`."""
+        return model
+
+    def outputs(self, model: nn.Module, images: Tensor) -> Any:
+        """What the network computes in a step, all of it."""
+        return model(images)
+
+    def plan(self, epochs: int) -> list[int]:
+        """Told how long a run is, the epochs before which a new stage begins.
+
+        A stage has a schedule of rates and a best epoch of its own; the next one goes on from that.
+        """
+        return []
+
+    def epoch_begins(self, model: nn.Module) -> None:  # noqa: B027  most have nothing to prepare
+        """Before an epoch, in training or not."""
+
+    def measured(self, model: nn.Module, sums: Mapping[str, float]) -> dict[str, float]:
+        """What the log says besides losses and accuracy, of sums over samples."""
+        return {}
+
+    def epoch_ends(self, model: nn.Module, row: Mapping[str, float]) -> str:
+        """After an epoch was validated; returns what is worth saying of it."""
+        return ""
+
+    def score(self, row: Mapping[str, float]) -> float:
+        """What the best epoch of a stage has least of."""
+        return row["val_loss"]
+
     def __repr__(self) -> str:
         """Everything that makes its loss, as it was given."""
-        shown = {key: value for key in options_of(type(self)) if (value := getattr(self, key, None)) is not None}
+        kept = [key for key in options_of(type(self)) if key != "generator"]
+        shown = {key: value for key in kept if (value := getattr(self, key, None)) is not None}
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 
@@ -126,6 +185,12 @@ class Step(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         return self.method.loss(self.model, images, labels, masks)
+
+
+def zero_loss(model: nn.Module) -> Tensor:
+    """What a process without samples adds to the gradient: nothing, but every parameter takes part in it."""
+    zeros = [p.sum() * 0 for p in model.parameters() if p.requires_grad]
+    return torch.stack(zeros).nan_to_num().sum() if zeros else torch.zeros(())
 
 
 @register_method("standard")

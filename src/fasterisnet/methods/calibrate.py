@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses import RunningMoments
-from fasterisnet.methods.base import Standard, Step
+from fasterisnet.methods.base import Standard, Step, zero_loss
 from fasterisnet.methods.isnet import ISNet
 from fasterisnet.methods.ranges import Ranges
 
@@ -76,12 +76,6 @@ class _Plain(Step):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         return super().forward(images, labels).total if len(images) else zero_loss(self.model)
-
-
-def zero_loss(model: nn.Module) -> Tensor:
-    """What a process without samples adds to the gradient: nothing, but every parameter takes part in it."""
-    zeros = [p.sum() * 0 for p in model.parameters() if p.requires_grad]
-    return torch.stack(zeros).nan_to_num().sum() if zeros else torch.zeros(())
 
 
 def _shared(method: ISNet, samples: int, together: bool) -> float:

@@ -81,7 +81,7 @@ def _runs(model: nn.Module, images: Tensor) -> dict[str, Run]:
         def record(module: nn.Module, _inputs: Any, output: Any) -> None:
             run = runs[name]
             run.count, run.end = run.count + 1, next(clock)
-            run.size = _size(output, images, has_layers=_layers_in(module) > 0) if run.count == 1 else None
+            run.size = map_size(output, images, has_layers=_layers_in(module) > 0) if run.count == 1 else None
 
         return record
 
@@ -95,7 +95,7 @@ def _runs(model: nn.Module, images: Tensor) -> dict[str, Run]:
     return runs
 
 
-def _size(output: Any, images: Tensor, *, has_layers: bool) -> tuple[int, ...] | None:
+def map_size(output: Any, images: Tensor, *, has_layers: bool = False) -> tuple[int, ...] | None:
     """The spatial size of a map; None for anything that is not one (tokens, pooled vectors, channels-last maps)."""
     if not isinstance(output, Tensor) or output.ndim != images.ndim or output.shape[0] != images.shape[0]:
         return None

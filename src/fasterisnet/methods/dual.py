@@ -18,7 +18,6 @@ class Dual(ISNet):
     Paper: DualISNet.
     """
 
-    default_weight: ClassVar[float] = 0.95
     rules_used: ClassVar[tuple[str, ...]] = ("zplus", "epsilon")
 
     def targets(self, logits: Tensor) -> list[tuple[str, Target]]:

@@ -18,6 +18,7 @@ class GradInput(Original):
 
     rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
     uses_box: ClassVar[bool] = False
+    explainers: ClassVar[tuple[str, ...]] = ("gradient",)
 
 
 @register_method("softmax-grad-input")
@@ -26,6 +27,7 @@ class SoftmaxGradInput(ISNet):
 
     rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
     uses_box: ClassVar[bool] = False
+    explainers: ClassVar[tuple[str, ...]] = ("gradient",)
     multi_label: ClassVar[bool] = False
 
     def targets(self, logits: Tensor) -> list[tuple[str, Target]]:

@@ -5,73 +5,68 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fasterisnet.errors import InputError, NonFiniteError
+from fasterisnet.errors import InputError
 from fasterisnet.losses import (
-    Masks,
-    classification_loss,
     depth_shares,
-    gathered_masks,
-    has_foreground,
     heatmap_loss,
     is_multi_label,
-    prepare_masks,
     resize_masks,
     total_relevance,
 )
-from fasterisnet.losses.heatmap import Foreground
+from fasterisnet.losses.heatmap import Decay, Foreground
 from fasterisnet.lrp import rules
-from fasterisnet.lrp.check import first_bad_layer
 from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Target
 from fasterisnet.lrp.trace import Trace
-from fasterisnet.methods.base import Method, Parts
+from fasterisnet.methods.background import Background
 from fasterisnet.methods.depths import supervised_depths
+from fasterisnet.methods.guided import Guided, Terms, without_autocast
 from fasterisnet.methods.ranges import Range, Ranges
 
 Weight = float | Sequence[float] | Callable[[int], float]
-PATIENCE = 10
-Terms = tuple[Tensor, Tensor, Tensor]
 
 
-class ISNet(Method):
+class ISNet(Guided):
     """`L = (1-P) L_C + P L_LRP` (paper: heatmapLoss), with maps chosen by the variant.
 
-    heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP. background_weight,
-    foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP. box: the range of the images for zB on the first
-    layer (see `normalised_box`), None for no zB. ranges: C1 and C2, from `calibrate`, or one pair for all maps.
-    deep_supervision: False, True (depths found by themselves, see `depths`) or names of modules. generator: for
-    reproducible draws; see `Method` for those of several processes.
+    heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP, or "auto" for one
+    that fits the size of the map. background_weight, foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP.
+    box: the range of the images for zB on the first layer (see `normalised_box`), None for no zB. ranges: C1 and C2,
+    from `calibrate`, or one pair for all maps. deep_supervision: False, True (depths found by themselves, see `depths`)
+    or names of modules. augment: changes the images in training. generator: for reproducible draws; see `Method` for
+    those of several processes.
     """
 
-    default_weight: ClassVar[float] = 0.9
+    default_weight: ClassVar[float] = 0.7
     rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
     uses_box: ClassVar[bool] = True
-    needs_masks: ClassVar[bool] = True
+    explainers: ClassVar[tuple[str, ...]] = ("epsilon", "zplus")
     needs_ranges: ClassVar[bool] = True
 
     def __init__(
         self,
         heatmap_weight: Weight | None = None,
-        decay: float = 0.9,
+        decay: Decay = "auto",
         background_weight: float = 1.0,
         foreground_weight: float = 1.0,
         e: float = 1.0,
         *,
         epsilon: float = 0.01,
-        box: tuple[Any, Any] | None = (0.0, 1.0),
+        box: tuple[Any, Any] | None = None,
         ranges: Ranges | tuple[float, float] | None = None,
         deep_supervision: bool | Sequence[str] = False,
         foreground: Foreground = "hybrid",
+        augment: Background | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        super().__init__(augment)
         self.heatmap_weight: Weight = self.default_weight if heatmap_weight is None else heatmap_weight
-        self.decay = decay
+        self.decay: Decay = decay
         self.background_weight, self.foreground_weight = background_weight, foreground_weight
         self.e = e
         self.epsilon = epsilon
@@ -80,7 +75,6 @@ class ISNet(Method):
         self.deep_supervision = deep_supervision
         self.foreground: Foreground = foreground
         self.generator = generator
-        self.skipped = self._skipped_in_a_row = 0
         self._check()
 
     def _check(self) -> None:
@@ -90,8 +84,8 @@ class ISNet(Method):
             raise InputError("heatmap_weight (P) takes a number, a list with one number for each epoch, or a function.")
         if not 0 <= self.weight <= 1:
             raise InputError(f"heatmap_weight (P) is {self.weight}; it has to lie between 0 and 1.")
-        if not 0 <= self.decay <= 1:
-            raise InputError(f"decay (d) is {self.decay}; it has to lie between 0 and 1.")
+        if self.decay != "auto" and not (isinstance(self.decay, int | float) and 0 <= self.decay <= 1):
+            raise InputError(f'decay (d) is {self.decay!r}; it has to lie between 0 and 1, or be "auto".')
         for name in ("background_weight", "foreground_weight", "e"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")
@@ -139,29 +133,14 @@ class ISNet(Method):
             return supervised_depths(model, images)
         return list(self.deep_supervision)
 
-    def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
-        """`(1-P) L_C + P L`, differentiable for every parameter. Samples without a mask count for L_C only."""
-        check_inputs(model, images)
-        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
-        training = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(training):
-            images = images.clone() if images.is_inference() else images
-            return self._loss(model, images, labels, mask, has_foreground(mask))
-
-    def _loss(self, model: nn.Module, images: Tensor, labels: Tensor, mask: Tensor, include: Tensor) -> Parts:
-        with self._precision(images):
-            trace = self._trace(model, images)
+    def terms(
+        self, model: nn.Module, images: Tensor, labels: Tensor, mask: Tensor, include: Tensor
+    ) -> tuple[Tensor, Terms]:
+        """`L = w1*L1 + w2*L2` of the maps of this variant."""
+        trace = self._trace(model, images)
         with trace.open():
-            logits = trace.logits
-            self._check_labels(logits, labels)
-            classification = classification_loss(logits, labels)
-            background, foreground, heatmap = self._heatmap_terms(trace, mask, include, model)
-        total = self.combine(classification, heatmap)
-        parts = Parts(
-            total, classification, background, foreground, heatmap, len(images),
-            without_mask=int((~include).sum()), logits=logits.detach(),
-        )  # fmt: skip
-        return self._skip(parts, model, images) if not bool(torch.isfinite(total.detach())) else self._count(parts)
+            self._check_labels(trace.logits, labels)
+            return trace.logits, self._heatmap_terms(trace, mask, include, model)
 
     def measure(self, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         """`sum |R|` (sample, map) by depth: what `calibrate` collects. Leaves the model alone."""
@@ -171,7 +150,7 @@ class ISNet(Method):
             method.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         with torch.inference_mode(False), observing(model):
             images = images.clone() if images.is_inference() else images
-            with self._precision(images):
+            with without_autocast(images):
                 trace = method._trace(model, images)
             with trace.open():
                 maps = method._maps(trace, create_graph=False)
@@ -180,15 +159,6 @@ class ISNet(Method):
     def _trace(self, model: nn.Module, images: Tensor) -> Trace:
         tables = [rules.table(name, self.epsilon) for name in self.rules_used]
         return Trace(model, images, tables, box=self.box, layers=self.depths(model, images))
-
-    @staticmethod
-    def _precision(images: Tensor) -> AbstractContextManager[Any]:
-        """Half precision is too narrow for heatmaps: under autocast this pass runs in float32.
-
-        In bf16 the loss is within a few percent, but its gradient points elsewhere: cosine 0.1 to 0.8 to the exact one.
-        """
-        half = torch.is_autocast_enabled(images.device.type)
-        return torch.autocast(images.device.type, enabled=False) if half else nullcontext()
 
     def _maps(self, trace: Trace, *, create_graph: bool) -> dict[str, Tensor]:
         """All maps by depth, (sample, map, channel, space...)."""
@@ -257,24 +227,3 @@ class ISNet(Method):
                 f"{type(self).__name__} explains softmax probabilities, which multi-label tasks do not have; "
                 "use Stochastic, Dual or Original."
             )
-
-    # --- relevance that is not finite ------------------------------------------------------------------------------
-
-    def _count(self, parts: Parts) -> Parts:
-        self._skipped_in_a_row = 0
-        return parts
-
-    def _skip(self, parts: Parts, model: nn.Module, images: Tensor) -> Parts:
-        """A step whose relevance is not finite has no gradient worth taking; many in a row end the run."""
-        self.skipped += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= PATIENCE:
-            layer = first_bad_layer(model, images, rules.table(self.rules_used[0], self.epsilon))
-            raise NonFiniteError(
-                f"Relevance was not finite in {self._skipped_in_a_row} steps in a row; first bad layer: '{layer}'. "
-                "Lower the learning rate, clip gradients (norm 1), or calibrate C1 and C2 again."
-            )
-        zeros = [p.sum() * 0 for p in model.parameters() if p.requires_grad]
-        parts.total = torch.stack(zeros).nan_to_num().sum() if zeros else parts.total.detach() * 0
-        parts.skipped = True
-        return parts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,6 @@ class Stochastic(ISNet):
         count = logits.shape[1]
         if count == 1:
             return highest
-        device = "cpu" if self.generator is None else self.generator.device
-        rank, processes = self.share
-        drawn = len(logits) * processes if self.batch is None else self.batch
-        chance = torch.rand(drawn, generator=self.generator, device=device)[rank::processes].to(logits.device)
-        other = torch.randint(1, count, (drawn,), generator=self.generator, device=device)[rank::processes]
+        chance = self.drawn(torch.rand, len(logits)).to(logits.device)
+        other = self.drawn(partial(torch.randint, 1, count), len(logits))
         return torch.where(chance < 0.5, highest, (highest + other.to(logits.device)) % count)

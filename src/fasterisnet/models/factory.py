@@ -13,42 +13,59 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.models.ag_sononet import ag_sononet, small_ag_sononet
 from fasterisnet.models.small import small_network
+from fasterisnet.models.unets import multitask_unet, small_multitask_unet
 from fasterisnet.models.weights import COLOURS, convolutions, for_channels, load_weights, transfer
 
-SMALL = "small"
+OWN: dict[str, Callable[[int, int], nn.Module]] = {
+    "small": small_network,
+    "ag_sononet": ag_sononet,
+    "ag_sononet_small": small_ag_sononet,
+    "multitask_unet": multitask_unet,
+    "multitask_unet_small": small_multitask_unet,
+}
 LIBRARIES = ("", "torchvision", "timm")
+TRANSFORMERS = "vit_"  # torchvision's that are made for one size of images; their patches are named last
 # A second output in training is nothing a method or a metric could use. (`init_weights`: what torchvision does anyway,
 # without its warning.)
 WITHOUT_AUXILIARY = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
 def build_model(
-    name: str, classes: int, *, channels: int = 3, pretrained: bool | str = False, trust: bool = False
+    name: str,
+    classes: int,
+    *,
+    channels: int = 3,
+    size: int | None = None,
+    pretrained: bool | str = False,
+    trust: bool = False,
 ) -> nn.Module:
     """A classifier with `classes` logits.
 
     name: a torchvision model (`resnet18`, `torchvision:resnet18`), a timm model (`resnet18d`, `timm:resnet18d`; timm is
-    asked when torchvision does not know the name), `small`, or `package.module:function`. That function is run, if
-    `trust` says so; it gets `num_classes`, `channels` and `pretrained` if it has such arguments. pretrained: True for
-    the weights the library offers, or the path of a .safetensors or .pt file; the head may differ.
+    asked when torchvision does not know the name), one of `OWN`, or `package.module:function`. That function is run, if
+    `trust` says so; it gets `num_classes`, `channels`, `size` and `pretrained` if it has such arguments. size: pixels
+    of a side, for transformers made for one size (the library's if None). pretrained: True for the weights the library
+    offers, or the path of a .safetensors or .pt file; the head may differ.
     """
     check_trust(name, trust)
     if classes < 1 or channels < 1:
         raise InputError(f"A classifier needs at least 1 class and 1 channel, not {classes} and {channels}.")
     offered = pretrained is True
     library, bare = _parts(name)
-    if bare == SMALL and not library:
-        model = _small(classes, channels, offered)
+    if bare in OWN and not library:
+        model = _own(bare, classes, channels, offered)
     elif library in ("", "torchvision") and bare in _torchvision_names():
-        model = _from_torchvision(bare, classes, channels, offered)
+        model = _from_torchvision(bare, classes, channels, size, offered)
     elif library in ("", "timm") and _is_timm(bare):
-        model = _from_timm(bare, classes, channels, offered)
+        model = _from_timm(bare, classes, channels, size, offered)
     elif library not in LIBRARIES and all(map(str.isidentifier, [*library.split("."), bare])):
-        model = _from_function(library, bare, classes, channels, offered)
+        model = _from_function(library, bare, classes, channels, size, offered)
     else:
         raise UsageError(f"There is no model '{name}'.{_nearest(name)}")
     if isinstance(pretrained, str | os.PathLike):
@@ -77,13 +94,13 @@ def _parts(name: str) -> tuple[str, str]:
 
 def model_names() -> list[str]:
     """Every name `build_model` knows, those of timm with `timm:` in front."""
-    return [SMALL, *_torchvision_names(), *(f"timm:{name}" for name in _timm_names())]
+    return [*OWN, *_torchvision_names(), *(f"timm:{name}" for name in _timm_names())]
 
 
-def _small(classes: int, channels: int, pretrained: bool) -> nn.Module:
+def _own(name: str, classes: int, channels: int, pretrained: bool) -> nn.Module:
     if pretrained:
-        raise InputError("The model 'small' has no weights to download; give the path of a file, or train it.")
-    return small_network(classes, channels)
+        raise InputError(f"The model '{name}' has no weights to download; give the path of a file, or train it.")
+    return OWN[name](classes, channels)
 
 
 # --- torchvision ----------------------------------------------------------------------------------------------------
@@ -94,16 +111,31 @@ def _torchvision_names() -> list[str]:
     return models.list_models(module=models)
 
 
-def _from_torchvision(name: str, classes: int, channels: int, pretrained: bool) -> nn.Module:
+def _from_torchvision(name: str, classes: int, channels: int, size: int | None, pretrained: bool) -> nn.Module:
     models = _needed("torchvision.models")
-    model = models.get_model(name, weights=None, num_classes=classes, **WITHOUT_AUXILIARY.get(name, {}))
+    special: dict[str, Any] = WITHOUT_AUXILIARY.get(name, {})
+    if size is not None and name.startswith(TRANSFORMERS):
+        _check_patches(name, size, int(name.rpartition("_")[2]))
+        special = {"image_size": size}
+    model = models.get_model(name, weights=None, num_classes=classes, **special)
     if channels != COLOURS:
         _adapt_first_convolution(model, name, channels)
     if pretrained:
         with _downloading(name):
-            taught = models.get_model(name, weights="DEFAULT")
-        transfer(model, taught.state_dict())
+            taught = models.get_model(name, weights="DEFAULT").state_dict()
+        if "image_size" in special:
+            vit = importlib.import_module("torchvision.models.vision_transformer")
+            taught = vit.interpolate_embeddings(size, int(name.rpartition("_")[2]), taught)
+        transfer(model, taught)
     return model
+
+
+def _check_patches(name: str, size: int, patch: int) -> None:
+    if size % patch:
+        near = " or ".join(str(n) for n in (size // patch * patch, -(-size // patch) * patch) if n)
+        raise UsageError(
+            f"'{name}' cuts images into patches of {patch} pixels, and {size} is not a multiple; take --size {near}."
+        )
 
 
 def _adapt_first_convolution(model: nn.Module, name: str, channels: int) -> None:
@@ -137,20 +169,31 @@ def _is_timm(name: str) -> bool:
     return timm.is_model(architecture) and (not dot or name in timm.list_models(f"{architecture}.*", include_tags=True))
 
 
-def _from_timm(name: str, classes: int, channels: int, pretrained: bool) -> nn.Module:
+def _from_timm(name: str, classes: int, channels: int, size: int | None, pretrained: bool) -> nn.Module:
     timm = _needed("timm")
+    options: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
+    with torch.device("meta"):
+        patches = getattr(timm.create_model(name, **options), "patch_embed", None)
+    made_for = getattr(patches, "img_size", None)
+    if size is not None and made_for is not None and tuple(made_for) != (size, size):
+        patch: Any = getattr(patches, "patch_size", 1)
+        _check_patches(name, size, patch if isinstance(patch, int) else patch[0])
+        options["img_size"] = size
     with _downloading(name) if pretrained else nullcontext():
-        return timm.create_model(name, pretrained=pretrained, num_classes=classes, in_chans=channels)
+        return timm.create_model(name, pretrained=pretrained, **options)
 
 
 # --- someone's own --------------------------------------------------------------------------------------------------
 
 
-def _from_function(module: str, function: str, classes: int, channels: int, pretrained: bool) -> nn.Module:
+def _from_function(
+    module: str, function: str, classes: int, channels: int, size: int | None, pretrained: bool
+) -> nn.Module:
     where = f"{module}:{function}"
     with _working_directory_last():
         build = _imported(module, function)
-        accepted = _accepted(build, {"num_classes": classes, "channels": channels, "pretrained": pretrained})
+        offered: dict[str, Any] = {"num_classes": classes, "channels": channels, "pretrained": pretrained}
+        accepted = _accepted(build, offered | ({} if size is None else {"size": size}))
         if pretrained and "pretrained" not in accepted:
             raise InputError(f"'{where}' takes no argument 'pretrained'; give the path of a weights file instead.")
         try:
@@ -242,7 +285,7 @@ def _needed(module: str) -> ModuleType:
 def _nearest(name: str) -> str:
     library, bare = _parts(name)
     known = {"torchvision": _torchvision_names, "timm": _timm_names}
-    names = known[library]() if library in known else [SMALL, *_torchvision_names(), *_timm_names()]
+    names = known[library]() if library in known else [*OWN, *_torchvision_names(), *_timm_names()]
     close = difflib.get_close_matches(bare, names, n=4)
     hint = f" Near it: {', '.join(close)}." if close else ""
-    return f"{hint} Names are those of torchvision, of timm, 'small', or 'package.module:function'."
+    return f"{hint} Names are those of torchvision, of timm, {', '.join(OWN)}, or 'package.module:function'."

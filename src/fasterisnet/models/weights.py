@@ -15,6 +15,7 @@ from fasterisnet.errors import InputError
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "model.", "backbone.")
+BEST = "best.safetensors"  # of a run folder
 COLOURS = 3
 # torchvision's DenseNet files are older than its DenseNet: `denselayer1.norm.1` is now `denselayer1.norm1`.
 OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12])\.")
@@ -31,10 +32,10 @@ class Transfer(NamedTuple):
 def load_weights(model: nn.Module, path: str | Path) -> Transfer:
     """Loads every tensor of a .safetensors or .pt file that fits the model by name and shape; the head may differ.
 
-    A first convolution for another number of channels is adapted. Files of other kinds, and files that hold
-    more than tensors, are refused.
+    Of a run folder its best epoch is taken. A first convolution for another number of channels is adapted. Files of
+    other kinds, and files that hold more than tensors, are refused.
     """
-    file = Path(path)
+    file = Path(path) / BEST if Path(path).is_dir() else Path(path)
     done = transfer(model, _read(file))
     if not done.loaded:
         raise InputError(
@@ -79,7 +80,7 @@ def _differs_in_channels(one: torch.Size, other: torch.Size) -> bool:
 def _read(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, without the wrapping that training programs put around them."""
     if not file.is_file():
-        raise InputError(f"{file} is not a file; weights come from a .safetensors or .pt file.")
+        raise InputError(f"{file} is not a file; weights come from a .safetensors or .pt file, or from a run folder.")
     found = _safetensors(file) if file.suffix == ".safetensors" else _pickled_tensors(file)
     for wrapper in WRAPPERS:
         if isinstance(found.get(wrapper), Mapping):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from fasterisnet.data.preparation import Preparation
@@ -25,6 +25,7 @@ class Card:
     zb: bool
     epoch: int
     validation_loss: float | None
+    shape: dict[str, Any] = field(default_factory=dict)  # of the method: what its network is
 
     @property
     def prepare(self) -> Preparation:
@@ -36,6 +37,10 @@ class Card:
         """For zB, if the network was trained with it."""
         return self.prepare.box if self.zb else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """What is written; an empty shape is not, so that files of methods without one stay as they always were."""
+        return {key: value for key, value in asdict(self).items() if key != "shape" or value}
+
     @classmethod
     def read(cls, text: str) -> Card:
         """A card as `save_weights` wrote it; anything else is a ValueError."""
@@ -43,8 +48,8 @@ class Card:
             values = json.loads(text)
         except RecursionError:
             raise ValueError("its card is nested too deeply") from None
-        known = {field.name for field in fields(cls)}
-        needed = {field.name for field in fields(cls) if field.default is MISSING}
+        known = {value.name for value in fields(cls)}
+        needed = {value.name for value in fields(cls) if value.default is value.default_factory is MISSING}
         if not isinstance(values, dict) or not needed <= values.keys() <= known:
             raise ValueError(f"its card has to hold {', '.join(sorted(needed))}")
         card = cls(**values)
@@ -64,6 +69,7 @@ class Card:
             "method": isinstance(self.method, str),
             "zb": isinstance(self.zb, bool),
             "epoch": type(self.epoch) is int and self.epoch >= 0,
+            "shape": isinstance(self.shape, dict) and all(isinstance(v, str | int | float) for v in self.shape.values()),
             "validation_loss": loss is None or (type(loss) in (int, float) and math.isfinite(loss)),
         }  # fmt: skip
 

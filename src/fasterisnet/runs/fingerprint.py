@@ -20,6 +20,7 @@ from fasterisnet.data.biased import MarkedPictures
 from fasterisnet.data.dogs import Dogs
 from fasterisnet.data.files import Files
 from fasterisnet.data.folder import FolderSamples
+from fasterisnet.data.planted import Planted
 from fasterisnet.data.sources import KINDS, parts_of
 from fasterisnet.data.xray import Xrays
 from fasterisnet.runs.config import Config
@@ -30,7 +31,7 @@ SIZE = 8  # bytes of a hash
 # Where and how fast a run computes, and how often it is saved, is nobody's business but the user's.
 FREE = (
     "data", "out", "workers", "loader_timeout", "tensorboard", "accelerator", "devices", "nodes", "explained",
-    "checkpoint_every", "checkpoint_minutes",
+    "audit", "checkpoint_every", "checkpoint_minutes",
 )  # fmt: skip
 State = dict[str, Any]
 
@@ -60,8 +61,8 @@ def data_of(source: Source, data: str, threads: int) -> State:
 
 
 def changed_options(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first option that has another value, as `key = value, not value`; younger options had their default."""
-    defaults = options_of(Config(data="any"))
+    """The first option that has another value, as `key = value, not value`; younger options had no effect."""
+    defaults = options_of(Config.of({"data": "any", "preset": "paper"}))
     for key, value in now.items():
         old = before.get(key, defaults.get(key))
         if old != value:
@@ -121,6 +122,8 @@ def _rows(samples: Samples, root: str, spread: Callable[..., Iterable[bytes]]) -
 
 def name_of(samples: Samples, index: int, root: str) -> bytes:
     """Of files, where they are in the folder of the data, wherever that lies."""
+    if isinstance(samples, Subset):
+        return name_of(samples.samples, samples.chosen[index], root)
     if isinstance(samples, FolderSamples):
         return os.fsencode(os.path.relpath(os.path.abspath(samples.records[index].image), root))
     return samples.name(index).encode(errors="replace")
@@ -135,6 +138,11 @@ def content_of(samples: Samples, index: int) -> bytes:
 @content_of.register
 def _of_subset(samples: Subset, index: int) -> bytes:
     return content_of(samples.samples, samples.chosen[index])
+
+
+@content_of.register
+def _of_planted(samples: Planted, index: int) -> bytes:
+    return _hash(content_of(samples.samples, samples.chosen[index]) + samples.bias.encode())
 
 
 @content_of.register

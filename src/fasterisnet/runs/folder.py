@@ -5,6 +5,7 @@ data.json           how many samples each split had when the run began, and how 
 calibration.json    C1 and C2
 metrics.csv         one row an epoch
 best.safetensors    the weights of the best epoch, a plain state_dict; best.json says what they are of
+best-until-N.*      of a run in stages: the same of the stage that ended with epoch N
 state.pt            everything needed to go on (tensors and plain values only)
 report.md, .json    the tests, after the last epoch
 """
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.methods import METHODS, Method
 from fasterisnet.models import build_model
 from fasterisnet.files import read_json
 from fasterisnet.runs.card import Card
@@ -57,7 +59,7 @@ class Run:
         path = self.path("config.yaml")
         if not path.is_file():
             raise UsageError(f"{self.folder} is not a run folder: it has no config.yaml.")
-        return Config.read(path, {})
+        return Config.read(path, {}, stored=True)
 
     def create(self, config: Config) -> None:
         """Begin a run."""
@@ -67,10 +69,10 @@ class Run:
 
     def save_weights(self, state: dict[str, Tensor], card: Card, name: str = "best") -> None:
         """Weights as safetensors, with their card inside and, for people, beside them."""
-        described = json.dumps(asdict(card), indent=2)
+        described = json.dumps(card.to_dict(), indent=2)
         copies = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
         content = save(copies, {"card": described})
-        beside = {**asdict(card), **self._checksums(name, hashlib.sha256(content).hexdigest())}
+        beside = {**card.to_dict(), **self._checksums(name, hashlib.sha256(content).hexdigest())}
         write_text(self.path(f"{name}.json"), json.dumps(beside, indent=2))
         write_bytes(self.path(f"{name}.safetensors"), content)
 
@@ -116,7 +118,9 @@ class Run:
         """The trained network, a plain module in eval mode, and its card. trust: the user's word, for code it names."""
         state, card = self.load_weights(name)
         self._check_card(card, name)
-        model = build_model(card.model, len(card.classes), channels=card.prepare.channels, trust=trust)
+        size, channels = card.prepare.size, card.prepare.channels
+        model = build_model(card.model, len(card.classes), channels=channels, size=size, trust=trust)
+        model = METHODS.get(card.method, Method).network(model, channels, size, **card.shape)
         try:
             model.load_state_dict(state)
         except RuntimeError as error:
@@ -183,6 +187,12 @@ class Run:
         writer.writeheader()
         writer.writerows({key: repr(value) for key, value in row.items()} for row in rows)
         write_text(self.path("metrics.csv"), stream.getvalue())
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """metrics.csv as it was written."""
+        with self.path("metrics.csv").open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
     @property
     def report(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples, Source, readable_part
 from fasterisnet.data.pictures import readable
-from fasterisnet.data.sources import is_own
+from fasterisnet.data.sources import is_own, open_source
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
@@ -25,6 +25,8 @@ from fasterisnet.runs.folder import Run
 from fasterisnet.files import file_name, write_text
 
 SHOWN = 4
+FALLEN = 0.6  # of its first value: a background loss above that has not fallen
+NEARLY_NOTHING = 0.1  # a background loss below that needs not fall
 
 
 def metrics_of(
@@ -63,9 +65,19 @@ class Tests:
     unreadable: list[str] = field(default_factory=list)
 
 
-def own_classes(data: str, card: Card) -> dict[str, Any]:
-    """Data of the user's own may lack a class of the network; its labels are then numbered as the network's."""
-    return {"classes": card.classes} if is_own(data) and not card.multi_label else {}
+def source_for(run: Run, card: Card, data: str = "", *, seed: int | None = None) -> Source:
+    """Data to test a run on (its own, if none is named), with masks and windows read as the run reads them.
+
+    Data of the user's own may lack a class of the network; its labels are then numbered as the network's.
+    """
+    config = run.config if run.path("config.yaml").is_file() or not data else None
+    data = data or (config.data if config is not None else "")
+    own: dict[str, Any] = {}
+    if is_own(data):
+        own = {"window": card.prepare.window, "classes": None if card.multi_label else card.classes}
+        if config is not None:
+            own |= {"foreground": config.foreground or None, "refine_boxes": config.refine_boxes or None}
+    return open_source(data, seed=config.seed if seed is None and config is not None else seed or 0, **own)
 
 
 def check_classes(card: Card, source: Source) -> None:
@@ -79,10 +91,17 @@ def check_classes(card: Card, source: Source) -> None:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Metrics of several splits, as Markdown."""
-    lines = ["| split | samples | accuracy | macro F1 | macro AUC | relevance in the background |", "| --- " * 6 + "|"]
+    columns = {
+        "accuracy": "accuracy", "macro_f1": "macro F1", "macro_auc": "macro AUC", "iou": "IoU",
+        "background_mass": "relevance in the background",
+    }  # fmt: skip
+    if not any("iou" in r for r in results.values()):
+        columns.pop("iou")
+    lines = [f"| split | samples | {' | '.join(columns.values())} |", "| --- " * (2 + len(columns)) + "|"]
     for name, r in results.items():
-        shown = (_shown(r.get(key)) for key in ("accuracy", "macro_f1", "macro_auc", "background_mass"))
-        lines.append(f"| {cell(name)} | {r['samples']} | {' | '.join(shown)} |")
+        lines.append(f"| {cell(name)} | {r['samples']} | {' | '.join(_shown(r.get(key)) for key in columns)} |")
+    empty = {name: r["empty_foreground"] for name, r in results.items() if r.get("empty_foreground")}
+    lines += [f"\nNo foreground was found in {n} images of {cell(name)}." for name, n in empty.items()]
     return "\n".join(lines)
 
 
@@ -147,9 +166,10 @@ def write_report(
     lines = [
         f"# {config.method}, {config.model}",
         "",
-        f"Weights of epoch {card.epoch} of {config.epochs}; lowest validation loss: {_shown(card.validation_loss)}.",
+        f"Weights of epoch {card.epoch} of {config.epochs}; validation loss: {_shown(card.validation_loss)}.",
         *[_extended(epoch, config.schedule) for epoch in extended],
         *masks_line(run),
+        *background_line(run, say),
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
         *[f"The split {cell(name)} has no image that can be read; it was not tested." for name in tests.unreadable],
@@ -177,6 +197,26 @@ def masks_line(run: Run) -> list[str]:
     share = f" {run.config.mask_share:.0%} of them were used." if run.config.mask_share < 1 else ""
     line = f"Training images with a usable mask: {usable:,} of {images:,} ({usable / max(images, 1):.0%}).{share}"
     return [line] if method_class(run.config.method).needs_masks else []
+
+
+def background_line(run: Run, say: Callable[[str], None]) -> list[str]:
+    """Says, at the end and in the report, when the background loss has not fallen, and what to try then."""
+    config = run.config
+    losses = [float(row["train_background"]) for row in run.rows]
+    if not method_class(config.method).needs_ranges or not losses:
+        return []
+    first, last = losses[0], min(losses[-1], losses[0])
+    if last <= max(FALLEN * first, NEARLY_NOTHING):
+        return []
+    default = "" if config.schedule != "constant" else "--schedule onecycle (the rate was constant), "
+    line = (
+        f"The background loss L1 has hardly fallen ({first:.2f} in the first epoch, {losses[-1]:.2f} in the last): the "
+        f"network still looks at the background. Try, in this order, {default}more --epochs, a smaller --batch "
+        f"({config.batch}), a higher --heatmap-weight ({config.heatmap_weight}), another --lr ({config.lr:g}); "
+        "docs/training.md says more."
+    )
+    say(line)
+    return [line]
 
 
 def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:

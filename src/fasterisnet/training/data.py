@@ -108,8 +108,8 @@ def _check_masks(config: Config, report: check.Report, say: Callable[[str], None
     advice = f"{example} Give masks, or train with --method standard; {_listing(config)} says more."
     if not usable:
         raise InputError(
-            f"The method {config.method} punishes relevance outside of masks, but none of the {images:,} training "
-            f"images has a mask that can be used.{advice}"
+            f"The method {config.method} needs to know where the object is, but none of the {images:,} training images "
+            f"has a mask that can be used.{advice}"
         )
     if usable < images / 2 and not config.allow_missing_masks:
         raise UsageError(

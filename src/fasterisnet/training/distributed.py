@@ -25,12 +25,12 @@ from torch import Tensor, distributed, nn
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.losses import has_foreground
-from fasterisnet.methods import Method
+from fasterisnet.methods import Method, method_class
 from fasterisnet.models import names_code
 from fasterisnet.runs.config import Config
 
 # What random numbers are drawn for; with the seed, the epoch and the step they decide everything.
-WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS, SAMPLING = range(6)
+WEIGHTS, CALIBRATION, TRAINING, VALIDATION, MASKS, SAMPLING, STATISTICS = range(7)
 
 
 class Place:
@@ -248,7 +248,7 @@ class _Strategy(DDPStrategy):
     """DDP whose first process ends with a sentence, not by a signal, when another one dies."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
+        super().__init__(find_unused_parameters=method_class(config.method).idle)
         self.config = config
 
     def _configure_launcher(self) -> None:

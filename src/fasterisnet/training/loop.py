@@ -18,7 +18,7 @@ from fasterisnet.data.pictures import readable
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import ISNet, calibrate
+from fasterisnet.methods import Guided, ISNet, calibrate
 from fasterisnet.methods.ranges import Ranges
 from fasterisnet.models import build_model, check_trust
 from fasterisnet.runs import fingerprint
@@ -42,8 +42,9 @@ from fasterisnet.training.setup import (
     learning_rate,
     weights_of,
 )
-from fasterisnet.training.state import Progress
-from fasterisnet.training.step import SUMS, LoggedStep, averages, validate, watch
+from fasterisnet.training.state import Progress, stage_of
+from fasterisnet.training.statistics import measure_statistics
+from fasterisnet.training.step import LoggedStep, averages, validate, watch
 from fasterisnet.training.stopping import Signals, Stopped
 
 PATIENCE = 10
@@ -72,27 +73,31 @@ class Training:
         self.source, self.loader = self.splits.source, self.splits.training
         torch.manual_seed(random_stream(config.seed, WEIGHTS))
         model = build_model(
-            config.model, len(self.source.classes), channels=config.channels, trust=trust,
+            config.model, len(self.source.classes), channels=config.channels, size=config.size, trust=trust,
             pretrained=config.pretrained if state is None else False,
         )  # fmt: skip
+        self.method = build_method(config)
+        self.shape = {name: getattr(self.method, name) for name in self.method.shaping}
+        model = self.method.network(model, config.channels, config.size, **self.shape)
         check_model(config, model, len(self.source.classes))
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
-        self.method = build_method(config)
-        check_method(config, self.method, model, self.source)
+        for line in check_method(config, self.method, model, self.source):
+            self.say(line)
         self.method.generator, self.method.share = torch.Generator(), self.place.share
         self.state = state
         self.data = self._fingerprint()
+        self.updates = -(-self.loader.batches.count() // config.accumulate)
+        self.stages = [0, *self.method.plan(config.epochs), config.epochs]
         self.model = model
         weights = weights_of(config, self.source, self.splits.samples["train"])
         if weights is not None:
             shown = (f"{readable(c)} {w:.3g}" for c, w in zip(self.source.classes, weights.tolist(), strict=True))
             self.say(f"Weights of the classes in the classification loss: {', '.join(shown)}")
-        self.step, self.optimizer = fabric.setup(
-            LoggedStep(model, self.method, weights), build_optimizer(config, model)
-        )
+        self.logged = LoggedStep(model, self.method, weights)
+        self.step, self.optimizer = fabric.setup(self.logged, build_optimizer(config, model))
         self.progress = Progress()
-        self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        self.sums = torch.zeros(len(self.logged.sums), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
         self.clock: float | None = None
         self.saved = time.monotonic()
@@ -188,10 +193,12 @@ class Training:
             self.sums = self._my_sums(state)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise InputError(f"{path} does not fit this run: {error}") from error
-        if isinstance(self.method, ISNet):
+        if isinstance(self.method, Guided):
             self.method.skipped = self.progress.skipped
         if self._epochs_before(state) < self.config.epochs:
             self._extend()
+        if self.progress.stretches:  # stages are those of the epochs that the run began with
+            self.stages = [0, *self.method.plan(self.progress.stretches[0][0]), self.config.epochs]
         if not state["checked"] or "options" not in state:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
         if not self.progress.finished:
@@ -217,7 +224,7 @@ class Training:
 
     def _my_sums(self, state: dict[str, Any]) -> Tensor:
         """What this process had added up for the log; with another number of processes the first takes all."""
-        rows = state["sums"].reshape(-1, len(SUMS))
+        rows = state["sums"].reshape(-1, len(self.logged.sums))
         rows = rows + state["open"] if "open" in state else rows  # of an older version
         rank, processes = self.place.share
         if len(rows) == processes:
@@ -282,6 +289,7 @@ class Training:
             begin = self.clock = time.perf_counter()
             self.loader.waited = 0.0
             self.method.set_epoch(self.progress.epoch)
+            self.method.epoch_begins(self.model)
             try:
                 with self.signals.waiting():
                     self._train_epoch()
@@ -337,7 +345,7 @@ class Training:
             if last:
                 self._update()
                 self._keep(60 * config.checkpoint_minutes)
-            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.method))
+            self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.logged))
         self.watcher.work(config.validation, 0, self.splits.validation.batches.count())
 
     def _update(self) -> None:
@@ -364,22 +372,24 @@ class Training:
         self.optimizer.zero_grad()
 
     def _rate(self, done: int) -> float:
-        """The rate of an update; the schedule is that of the run, or of the epochs that were added to it last."""
-        epoch, updates = self.progress.stretch
-        total = (self.config.epochs - epoch) * -(-self.loader.batches.count() // self.config.accumulate)
-        return learning_rate(self.config, done - updates, total)
+        """The rate of an update; a stage of the method, or epochs that were added to a run, begin the schedule anew."""
+        first, after = stage_of(self.stages, self.progress.epoch)
+        epoch, updates = max((first, first * self.updates), self.progress.stretch)
+        return learning_rate(self.config, done - updates, (after - epoch) * self.updates)
 
     def _finish_epoch(self, seconds: float, waiting: float) -> None:
         progress, config = self.progress, self.config
         total = self.place.added(self.sums)
-        named = dict(zip(SUMS, total.tolist(), strict=True))
-        trained = averages(total, "train", self.method)
+        named = dict(zip(self.logged.sums, total.tolist(), strict=True))
+        trained = averages(total, "train", self.logged)
+        first, ends = stage_of(self.stages, progress.epoch)
+        measure_statistics(self.place, self.method, self.model, self.loader, progress.epoch)
         row: Row = {
             "epoch": progress.epoch + 1,
             "updates": progress.updates,
             "lr": self._rate(progress.updates - 1),
             **trained,
-            **validate(self.place, self.step.module, self.splits.validation),
+            **validate(self.place, self.logged, self.splits.validation, ends - 1),
             **watch(self.place, self.model, self.splits.watched),
             "without_mask": int(named["samples"] - named["with_mask"]),
             "skipped": int(named["skipped"]) + progress.skipped,
@@ -388,26 +398,38 @@ class Training:
             raise NonFiniteError(
                 f"The loss is not a number after epoch {progress.epoch + 1}; lower lr, which is {config.lr:g}."
             )
+        remark, score = self.method.epoch_ends(self.model, row), float(self.method.score(row))
         progress.rows.append(row)
-        better = row["val_loss"] < progress.best_loss
+        better = progress.is_better(score, config, (first, ends))
+        save = better or math.isinf(progress.best_loss)
         if better:
-            progress.best_loss, progress.best_epoch = float(row["val_loss"]), progress.epoch
+            progress.best_loss, progress.best_epoch = score, progress.epoch
         progress.epoch, progress.batch = progress.epoch + 1, 0
         self.sums = torch.zeros_like(total)
         since = max(progress.best_epoch + 1, progress.stretch[0])
         stuck = config.early_stopping > 0 and progress.epoch - since >= config.early_stopping
-        progress.finished = progress.epoch >= config.epochs or stuck
+        progress.finished = progress.epoch >= config.epochs or (stuck and ends == config.epochs)
+        weights = "best" if ends == config.epochs else f"best-until-{ends}"
         if self.fabric.is_global_zero:
-            if better or progress.best_epoch < 0:
-                self.run.save_weights(self.model.state_dict(), self.card())
+            if save:
+                self.run.save_weights(self.model.state_dict(), self.card(), weights)
             self.run.write_metrics(progress.rows)
             if self.board is not None:
                 self.board.log(progress.epoch, {**row, "waiting": waiting})
+        if progress.epoch == ends < config.epochs:
+            self._next_stage(weights)
         self.save()
         masks = named["with_mask"] / max(named["samples"], 1)
-        self.say(epoch_line(row, config.epochs, self.method.needs_masks, better, masks) + f"  {seconds:.0f} s")
+        line = epoch_line(row, config.epochs, self.method.needs_masks, better, masks) + f"  {seconds:.0f} s"
+        self.say(f"{line}{'  ' if remark else ''}{remark}")
         if waiting > WAITING and seconds > 1:
             self.say(f"  {waiting:.0%} of the time training waited for data; more --workers may help")
+
+    def _next_stage(self, weights: str) -> None:
+        """The network goes back to the best epoch of the stage that is over, and a new search for the best begins."""
+        self.fabric.barrier()
+        self.model.load_state_dict(self.run.load_weights(weights)[0])
+        self.progress.best_loss, self.progress.best_epoch = math.inf, self.progress.epoch - 1
 
     def card(self) -> Card:
         """What the weights of this epoch are of."""
@@ -415,6 +437,7 @@ class Training:
         return Card(
             config.model, self.source.classes, self.source.multi_label, self.preparation.to_dict(), config.method,
             config.zb, int(last["epoch"]), float(last["val_loss"]) if math.isfinite(last["val_loss"]) else None,
+            self.shape,
         )  # fmt: skip
 
 
@@ -436,10 +459,12 @@ def train(
     watcher: Watcher | None = None,
     trust: bool = False,
     data_changed_ok: bool = False,
+    report: bool = True,
 ) -> Run:
     """Train as configured, or go on with a run that was stopped, and test the best epoch; returns the run.
 
     trust: the user's word that code the model is named as may be imported. data_changed_ok: go on with other data.
+    report: without it no test is made.
     """
     check_trust(config.model, trust)
     if not resume:
@@ -463,14 +488,14 @@ def train(
             if examined is not None:
                 run.create(config)
                 run.write_json("data.json", {"samples": examined.splits, "masks": examined.masks})
-            _finish(training, run, trust)
+            _finish(training, run, trust, report)
         finally:
             claim.release()
     return run
 
 
-def _finish(training: Training, run: Run, trust: bool) -> None:
-    """From wherever a run is to its report."""
+def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
+    """From wherever a run is to its end, and to its report."""
     fabric = training.fabric
     if fabric.is_global_zero:
         training.watcher.begin(training.config.epochs, training.method.needs_masks)
@@ -483,7 +508,7 @@ def _finish(training: Training, run: Run, trust: bool) -> None:
         if training.state is None:
             training.save()
         training.fit()
-    if fabric.is_global_zero and run.report is None:
+    if report and fabric.is_global_zero and run.report is None:
         splits = training.splits
         write_report(
             run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust,

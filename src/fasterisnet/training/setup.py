@@ -18,7 +18,7 @@ from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.methods import Method, method_class, options_of
-from fasterisnet.runs.config import Config
+from fasterisnet.runs.config import AUTO, Config, paper_weight
 from fasterisnet.runs.inputs import preparation_of
 
 
@@ -26,26 +26,21 @@ def method_options(config: Config) -> dict[str, Any]:
     """What the options of a run say to methods, by the names that methods know them under."""
     found = {option.metadata["argument"]: getattr(config, option.name) for option in fields(config)}
     found.pop("")
-    return {
-        **found,
-        "box": preparation_of(config).box if config.zb else None,
-        "maps_at_once": config.maps_at_once or None,
-    }
+    found |= {"box": preparation_of(config).box if config.zb else None, "maps_at_once": config.maps_at_once or None}
+    if config.heatmap_weight is None:
+        found["heatmap_weight"] = paper_weight(config.method)
+    elif config.heatmap_weight == AUTO:  # the method's own
+        found.pop("heatmap_weight")
+    return {**found, "augment": _built(config.augmenting, found) if config.augmenting else None}
 
 
 def build_method(config: Config) -> Method:
     """The method a run asks for; C1 and C2 are still missing."""
-    kind, options = method_class(config.method), method_options(config)
+    return _built(method_class(config.method), method_options(config))
+
+
+def _built(kind: type[Method], options: dict[str, Any]) -> Method:
     return kind(**{name: options[name] for name in options_of(kind) if name in options})
-
-
-def check_method_options(config: Config) -> None:
-    """Options that would change nothing, because the method does not have them, are no mistake to be silent about."""
-    taken = options_of(method_class(config.method))
-    for option in fields(config):
-        argument, value = option.metadata["argument"], getattr(config, option.name)
-        if argument and argument not in taken and value != option.default:
-            raise UsageError(f"{option.name} is {value!r}, but the method {config.method} has no such option.")
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -104,7 +99,6 @@ def check_options(config: Config) -> None:
         raise UsageError(
             f"heatmap_weight has {len(config.heatmap_weight)} numbers for {config.epochs} epochs; give one for each."
         )
-    check_method_options(config)
     check_workers(config.workers)
     folder = Path(config.data)
     if is_own(config.data) and folder.is_dir() and Path(config.out).resolve().is_relative_to(folder.resolve()):
@@ -177,11 +171,13 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
         ) from error
 
 
-def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> None:
-    """What the first step after the calibration would find out."""
+def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> list[str]:
+    """What the first step after the calibration would find out; returns what the method has to say."""
     if source.multi_label and not method.multi_label:
         raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
     known = dict(model.named_modules())
     for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:
         if name not in known:
             raise UsageError(f"deep_supervision names '{name}', which is not a module of the model.")
+    parameter = next(model.parameters(), torch.zeros(()))
+    return method.begin(model, torch.zeros(2, config.channels, config.size, config.size).to(parameter))

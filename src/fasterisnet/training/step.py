@@ -12,7 +12,7 @@ from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.losses.classification import class_weights
 from fasterisnet.losses.masks import Masks
 from fasterisnet.methods import Method, Step
-from fasterisnet.methods.calibrate import zero_loss
+from fasterisnet.methods.base import zero_loss
 from fasterisnet.runs.folder import Row
 from fasterisnet.training.distributed import VALIDATION, Place
 
@@ -29,16 +29,21 @@ class LoggedStep(Step):
         super().__init__(model, method)
         self.register_buffer("weights", weights, persistent=False)
 
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of what is added up over batches: those of all methods, then this method's own."""
+        return (*SUMS, *self.method.counts)
+
     def forward(
         self, images: Tensor, labels: Tensor, masks: Masks = None, shares: tuple[float, float] = (1.0, 1.0)
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and the numbers called SUMS.
+        """The loss, and the numbers called `sums`.
 
         shares: of the samples and of the masked samples that this process has, in units of an equal share. With them
         the mean over the processes is the loss of the whole batch, whoever got more of it or of its masks.
         """
         if len(images) == 0:
-            return zero_loss(self.model), torch.zeros(len(SUMS), dtype=torch.float64)
+            return zero_loss(self.model), torch.zeros(len(self.sums), dtype=torch.float64)
         with class_weights(self.weights):
             parts = super().forward(images, labels, masks)
         masked = 0 if parts.skipped else parts.samples - parts.without_mask
@@ -49,38 +54,41 @@ class LoggedStep(Step):
         total = parts.total
         if shares != (1.0, 1.0) and not parts.skipped:
             total = self.method.combine(shares[0] * parts.classification, shares[1] * parts.heatmap)
-        return total, torch.cat([sums, torch.tensor(counts, dtype=torch.float64)])
+        return total, torch.cat([sums, torch.tensor(counts, dtype=torch.float64), parts.counts.detach().cpu().double()])
 
 
 def correct(logits: Tensor, labels: Tensor) -> int:
-    """How many samples are decided right; several labels count only if all of them are."""
+    """How many samples are decided right, of those that were decided; several labels count only if all of them are."""
+    if logits.numel() == 0:
+        return 0
     if labels.ndim == 2 or logits.shape[1] == 1:
         return int(((logits > 0) == (labels.reshape(logits.shape) > 0.5)).all(1).sum())
     return int((logits.argmax(1) == labels).sum())
 
 
-def averages(sums: Tensor, prefix: str, method: Method) -> Row:
+def averages(sums: Tensor, prefix: str, step: LoggedStep) -> Row:
     """Sums as the means of the log: classification over all samples, the rest over those with a mask."""
-    named = dict(zip(SUMS, sums.tolist(), strict=True))
+    method, named = step.method, dict(zip(step.sums, sums.tolist(), strict=True))
     samples, masked = max(named["samples"], 1), max(named["with_mask"], 1)
     means = {key: named[key] / (samples if key == "classification" else masked) for key in (*PARTS, "heatmap")}
     row: Row = {f"{prefix}_loss": method.combine(means["classification"], means["heatmap"])}
-    return {**row, **{f"{prefix}_{key}": means[key] for key in PARTS}, f"{prefix}_accuracy": named["correct"] / samples}
+    more = {"accuracy": named["correct"] / samples, **method.measured(step.model, named)}
+    return {**row, **{f"{prefix}_{key}": value for key, value in {**{k: means[k] for k in PARTS}, **more}.items()}}
 
 
-def validate(place: Place, step: LoggedStep, loader: Loader) -> Row:
-    """The method's own loss, with the same draws and the same (last) P after every epoch."""
+def validate(place: Place, step: LoggedStep, loader: Loader, last: int) -> Row:
+    """The method's own loss, with the same draws and the same P, that of the last epoch, after every epoch."""
     place.agree(step.model)
-    step.method.set_epoch(place.config.epochs - 1)
+    step.method.set_epoch(last)
     step.model.eval()
-    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    sums = torch.zeros(len(step.sums), dtype=torch.float64)
     with torch.no_grad(), place.fabric.autocast():
         for i, batch in enumerate(loader.epoch(0)):
             place.seed(step.method, VALIDATION, 0, i)
             place.draws(step.method, *loader.batches.shared(i))
             sums = sums + step(*place.moved(*batch))[1].cpu()
     total = place.added(sums)
-    row = averages(total, "val", step.method)
+    row = averages(total, "val", step)
     broken = total[SUMS.index("skipped")] > 0  # relevance was not finite: such a network is not the best
     return {**row, "val_loss": math.inf} if broken and not math.isnan(row["val_loss"]) else row
 

@@ -1,0 +1,179 @@
+"""What a run does that is told nothing but its data, method, network, size and epochs; and the paper's settings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.fabric import Fabric
+from torch import nn
+
+from fasterisnet.benchmark.recipe import Recipe
+from fasterisnet.benchmark.results import difference, read_result
+from fasterisnet.data.loader import Loader
+from fasterisnet.data.sources import open_source
+from fasterisnet.errors import UsageError
+from fasterisnet.losses import background_loss, decay_for
+from fasterisnet.methods import Standard
+from fasterisnet.runs.config import PRESETS, Config
+from fasterisnet.runs.folder import Run
+from fasterisnet.runs.inputs import preparation_of
+from fasterisnet.runs.report import background_line
+from fasterisnet.training.distributed import Place
+from fasterisnet.training.setup import build_method
+from fasterisnet.training.state import Progress
+from fasterisnet.training.statistics import measure_statistics
+
+# What config.yaml of a version before presets said of what has another default now, or did not exist.
+OLD = """
+data: drawn
+method: dual
+lr: 0.001
+schedule: constant
+heatmap_weight: null
+decay: 0.9
+zb: true
+calibration_epochs: 4
+calibration_batches: 0
+"""
+
+
+def test_an_old_run_means_what_it_meant(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(OLD)
+    config = Run(tmp_path).config
+    assert (config.optimizer, config.statistics_batches, config.settled) == ("sgd", 0, 0)
+    assert {key: getattr(config, key) for key in yaml.safe_load(OLD)} == yaml.safe_load(OLD)
+    method: Any = build_method(config)
+    assert (method.weight, method.decay, method.box) == (0.95, 0.9, (0.0, 1.0))
+
+
+def test_preset_and_what_wins_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: drawn\npreset: paper\nlr: 0.5\n")
+    config = Config.read(file, {"decay": 0.99, "method": "selective"})
+    assert (config.lr, config.decay) == (0.5, 0.99)
+    rest = {key: value for key, value in PRESETS["paper"].items() if key not in ("lr", "decay")}
+    assert {key: getattr(config, key) for key in rest} == rest
+    assert Config.read(file, {"method": "standard"}).schedule == "constant"
+    with pytest.raises(UsageError, match="one of paper"):
+        Config.read(None, {"data": "drawn", "preset": "papre"})
+
+
+def test_options_a_method_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="standard has no such option"):
+        Config.read(None, {"data": "drawn", "method": "standard", "heatmap_weight": 0.3})
+    file = tmp_path / "config.yaml"
+    file.write_text(Config(data="drawn", method="standard").write())
+    assert Config.read(file, {}) == Config(data="drawn", method="standard")
+
+
+def test_what_is_automatic() -> None:
+    assert Config(data="D").lr == Config(data="D", optimizer="adamw").lr < Config(data="D", optimizer="sgd").lr
+    assert Config(data="D", pretrained="w.pt").lr < Config(data="D").lr
+    assert Config(data="D", lr=0.3, optimizer="sgd").lr == 0.3
+    weights = {name: Config(data="D", method=name).heatmap_weight for name in ("stochastic", "dual", "standard")}
+    assert 0.5 <= weights["stochastic"] < 1 and 0.5 <= weights["dual"] < 1 and weights["standard"] == "auto"
+    for option in ("lr", "decay"):
+        with pytest.raises(UsageError, match="auto, or a number"):
+            Config(data="D", **{option: "atuo"})
+
+
+@pytest.mark.parametrize("pixels", [1, 9, 784, 50176])
+def test_automatic_decay_is_a_share_of_the_map(pixels: int) -> None:
+    d = decay_for(pixels)
+    assert math.fsum(d**i for i in range(pixels)) == pytest.approx(max(0.02 * pixels, 1), rel=1e-3)
+    maps, masks = torch.rand(2, 1, 1, 1, pixels), torch.rand(2, 1, 1, pixels) < 0.5
+    torch.testing.assert_close(background_loss(maps, masks, "auto"), background_loss(maps, masks, d))
+
+
+def test_results_are_still_those_of_their_recipe() -> None:
+    recipe, folder = Recipe.read("mnist"), Path(__file__).parents[2] / "results" / "mnist"
+    for row in recipe.rows:
+        config = recipe.config(row, 0, "DIR", Path("out"), {})
+        assert difference(read_result(folder / f"{row}-seed0.json")["config"], vars(config)) is None, row
+
+
+# --- batch norms before validation -----------------------------------------------------------------------------------
+
+
+def _place(**changes: Any) -> tuple[Place, Loader]:
+    config = Config(data="drawn?per_class=8&size=16", size=16, batch=6, workers=0, **changes)
+    samples = open_source(config.data).split("train")
+    loader = Loader(samples, preparation_of(config), config.batch, seed=0, training=True)
+    return Place(Fabric(accelerator="cpu", devices=1), config), loader
+
+
+def test_statistics_are_those_of_the_first_batches() -> None:
+    place, loader = _place(statistics_batches=3)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    norm = model[2]
+    assert isinstance(norm, nn.BatchNorm2d) and norm.running_mean is not None and norm.running_var is not None
+    norm.running_mean.fill_(1e9)  # what was there before has no influence
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        batches = [model[1](images) for images, *_ in loader.epoch(4)][:3]
+        means = torch.stack([maps.mean((0, 2, 3)) for maps in batches])
+        variances = torch.stack([maps.var((0, 2, 3)) for maps in batches])
+    measure_statistics(place, Standard(), model, loader, 4)
+    torch.testing.assert_close(norm.running_mean, means.mean(0))
+    torch.testing.assert_close(norm.running_var, variances.mean(0))
+    assert norm.momentum == 0.1 and not any(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_statistics_can_be_left_alone() -> None:
+    place, loader = _place(statistics_batches=0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    measure_statistics(place, Standard(), model, loader, 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- which epoch -----------------------------------------------------------------------------------------------------
+
+
+def _chosen(losses: list[float], **options: Any) -> int:
+    """The epoch whose weights are kept, from 1 on."""
+    config, progress = Config(data="D", epochs=len(losses), **options), Progress()
+    for epoch, loss in enumerate(losses):
+        progress.epoch = epoch
+        if progress.is_better(loss, config):
+            progress.best_loss, progress.best_epoch = loss, epoch
+    return progress.best_epoch + 1
+
+
+def test_luck_before_the_rate_has_come_down_is_not_chosen() -> None:
+    losses = [0.9, 0.1, 0.8, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3, 0.35]
+    assert _chosen(losses, settled=0.7) == 9
+    assert _chosen(losses, settled=0) == 2
+    assert _chosen(losses, settled=1) == 10
+    assert _chosen([0.1, 0.2, math.inf, math.inf], settled=0.5) == 1
+    assert _chosen([0.4], settled=0.7) == 1
+
+
+# --- the end of a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "losses", "said"),
+    [
+        ("stochastic", (1.8, 1.7, 1.6), True),
+        ("stochastic", (1.8, 1.0, 0.3), False),
+        ("stochastic", (0.05, 0.05, 0.06), False),
+        ("stochastic", (0.5, 0.9, 0.9), True),
+        ("standard", (0.0, 0.0, 0.0), False),
+    ],
+)
+def test_a_background_loss_that_does_not_fall_is_told(
+    tmp_path: Path, method: str, losses: tuple[float, ...], said: bool
+) -> None:
+    run, heard = Run(tmp_path), []
+    run.create(Config(data="drawn", method=method))
+    run.write_metrics([{"epoch": i, "train_background": loss} for i, loss in enumerate(losses)])
+    lines = background_line(run, heard.append)
+    assert lines == heard and len(lines) == said
+    assert all("has hardly fallen" in line and "--heatmap-weight" in line for line in lines)
