@@ -61,7 +61,8 @@ class Method(ABC):
 
     A method that is a network, or trains in stages, has more to say. default_model: what it trains if nothing else is
     named. shaping: options that decide what the network is; they are kept with its weights. idle: parts of the network
-    take no part in some steps. counts: names of `Parts.counts`.
+    take no part in some steps. counts: names of `Parts.counts`. rate: the share of the usual learning rate that suits
+    it.
 
     Example:
         >>> method = Stochastic(heatmap_weight=0.7, ranges=ranges)
@@ -73,6 +74,7 @@ class Method(ABC):
     needs_masks: ClassVar[bool] = False
     needs_ranges: ClassVar[bool] = False
     multi_label: ClassVar[bool] = True
+    rate: ClassVar[float] = 1.0
     default_model: ClassVar[str] = "resnet50"
     shaping: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[bool] = False

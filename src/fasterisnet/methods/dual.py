@@ -18,6 +18,7 @@ class Dual(ISNet):
     Paper: DualISNet.
     """
 
+    default_weight: ClassVar[float] = 0.85
     rules_used: ClassVar[tuple[str, ...]] = ("zplus", "epsilon")
 
     def targets(self, logits: Tensor) -> list[tuple[str, Target]]:

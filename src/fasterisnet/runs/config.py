@@ -400,7 +400,7 @@ class Config:
             self.mean, self.std = (list(values) for values in IMAGENET)
         self.model = self.model or METHODS[self.method].default_model
         if self.lr == AUTO:
-            self.lr = RATES[self.optimizer][self.pretrained is not False]
+            self.lr = method_class(self.method).rate * RATES[self.optimizer][self.pretrained is not False]
         if self.heatmap_weight == AUTO:
             self.heatmap_weight = getattr(method_class(self.method), "default_weight", AUTO)
         self.out = self.out or f"runs/{self.method}-{Path(self.model).name.replace(':', '-')}"
