@@ -219,7 +219,7 @@ class Config:
     """A training run."""
 
     data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
-    method: str = _option("stochastic", one_of(*METHODS), "stochastic, dual, background-swap, gain, ...: see docs/methods.md")
+    method: str = _option("stochastic", one_of(*METHODS), "stochastic, dual, background-swap, ...: see docs/methods.md")
     model: str = _option("", text, "name in torchvision or timm, small, package.module:function (resnet50)")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
