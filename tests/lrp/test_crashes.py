@@ -87,7 +87,7 @@ def test_tensor_subclasses_as_images(rule: str) -> None:
     trained = fi.explain(model, images, 1, rule=rule, create_graph=True)
     trained.square().sum().backward()
     assert all(p.grad is not None for p in (model[0].weight, model[4].weight))
-    box = fi.explain(model, images, 1, rule=rule, box=(-4.0, 4.0), layers=["2"])
+    box = fi.explain(model, images, 1, rule=rule, box=(-6.0, 6.0), layers=["2"])
     assert set(box) == {"input", "2"}
 
 

@@ -53,7 +53,8 @@ class Verdict:
         rows += [(m.name, str(m.count), m.module or "(model)", m.treatment) for m in self.operations]
         kept = [f"{total:.3g} of {score:.3g}" for total, score in zip(self.sums, self.scores, strict=True)][:4]
         facts = [
-            ("relevance kept", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("relevance of a score", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("", "(biases and the stabiliser take or add the difference; without them it is nothing)"),
             ("sum of |relevance|", f"{self.magnitude:.3g} a sample"),
             ("finite values", "yes" if self.finite else "NO"),
             ("second-order gradient", f"relative error {self.second_order_error:.1e} against finite differences"),
@@ -81,7 +82,16 @@ def check(
     epsilon: float = 0.01,
     box: tuple[Any, Any] | None = None,
 ) -> Verdict:
-    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold."""
+    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold.
+
+    Takes what `explain` takes. The verdict is true if the maps can be trusted, lists its `problems` and prints as a
+    table.
+
+    Example:
+        >>> verdict = check(model, images)
+        >>> bool(verdict), verdict.problems
+        (True, [])
+    """
     check_inputs(model, images)
     table = rules.table(rule, epsilon)
     wanted = resolve(target)

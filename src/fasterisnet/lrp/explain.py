@@ -51,6 +51,11 @@ def explain(
     modules; the answer is then a dict with "input" and the relevance at each module's output. create_graph: the maps
     can be trained through; otherwise the model, its statistics and the random state are left as they were.
     strict: an operation without a rule is an error instead of a warning.
+
+    Example:
+        >>> maps = explain(model, images, target=1, box=(0, 1))
+        >>> maps.shape == images.shape
+        True
     """
     check_inputs(model, images)
     table = rules.tables(rule, epsilon)

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
+from fasterisnet.lrp.box import IMAGENET
 from fasterisnet.methods import METHODS, Method, method_class, options_of
 from fasterisnet.methods.background import FILLS
 
@@ -21,7 +20,6 @@ Check = Callable[[Any], Any]
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 MOST = 2**53  # of anything that is counted
 LONGEST = 2**20  # bytes of a file of options
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 AUTO = "auto"
 # What `lr: auto` is, by optimiser: from random weights, and from weights that were trained before.
 RATES = {"adamw": (2e-3, 2e-4), "sgd": (0.1, 0.01)}
@@ -422,8 +420,12 @@ class Config:
 
         stored: the file is of a run, perhaps of an older version, and what it does not say is what was done then.
         """
+        import yaml
+
         values: Any = {}
         if path is not None:
+            import yaml
+
             try:
                 values = yaml.safe_load(read_file(path, LONGEST, pipes=True).decode("utf-8")) or {}
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -460,6 +462,8 @@ class Config:
 
     def write(self) -> str:
         """As YAML."""
+        import yaml
+
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=110)
 
 
