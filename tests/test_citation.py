@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from fasterisnet.extras import version
+from fasterisnet import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,4 +29,4 @@ def test_readme_and_citation_file_agree() -> None:
         "eprint": paper["identifiers"][0]["value"].removeprefix("arXiv:"),
         "archivePrefix": "arXiv",
     }
-    assert cited["version"] == version()
+    assert cited["version"] == __version__

@@ -32,14 +32,6 @@ def install_module(module: str | None) -> str:
     return install(EXTRAS.get((module or "").partition(".")[0], "train"))
 
 
-def version() -> str:
-    """Of this package, as far as it was installed."""
-    try:
-        return metadata.version(NAME)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _source() -> Path | None:
     """Where the package runs from, or was installed from, if that is a folder that can be installed again."""
     places = [Path(__file__).resolve().parents[2]]
