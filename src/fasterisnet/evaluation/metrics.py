@@ -81,7 +81,7 @@ def _drawn(model: Segmenting, images: Tensor, masks: Any) -> Tensor:
     mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1)
     inside = model.foreground(images)
     overlap = intersection_over_union(inside, mask).masked_fill(~has_foreground(mask), torch.nan)
-    return torch.stack([overlap, (~has_foreground(inside)).double()], 1).cpu()
+    return torch.stack([overlap, (~has_foreground(inside)).float()], 1).cpu().double()
 
 
 def _segmented(drawn: Tensor) -> Metrics:

@@ -86,7 +86,7 @@ def rollout(model: nn.Module, images: Tensor) -> Tensor:
     if extra < 0:
         raise InputError(f"{flow.shape[-1]} tokens are fewer than the {grid[0]} x {grid[1]} patches of the images.")
     rows = flow[:, 0] if extra else flow.mean(1)
-    patches = rows[:, extra:].view(-1, 1, *grid).to(images.dtype)
+    patches = rows[:, extra:].view(-1, 1, *grid).to(images)
     scale = [side // count for side, count in zip(images.shape[2:], grid, strict=True)]
     maps = patches.repeat_interleave(scale[0], 2).repeat_interleave(scale[1], 3) / math.prod(scale)
     return (maps / images.shape[1]).expand_as(images).contiguous()
@@ -102,13 +102,9 @@ def _flow(found: list[Tensor], samples: int, name: str) -> Tensor:
             f"Attention rollout needs layers that all attend over the same tokens; those of {name} do not (windows, or "
             "patches that are merged)."
         )
-    flow = torch.eye(found[0].shape[-1], dtype=torch.float64, device=found[0].device)
+    alone = flow = torch.eye(found[0].shape[-1], dtype=torch.float64)
     for weights in found:
-        flow = (
-            (weights.double().mean(1) + torch.eye(weights.shape[-1], dtype=torch.float64, device=weights.device))
-            / 2
-            @ flow
-        )
+        flow = (weights.cpu().double().mean(1) + alone) / 2 @ flow
     return flow
 
 

@@ -21,4 +21,4 @@ def intersection_over_union(inside: Tensor, masks: Tensor) -> Tensor:
     """Of every sample; two empty masks agree, so their value is 1."""
     inside, masks = inside.flatten(1).bool(), masks.flatten(1).bool()
     union = (inside | masks).sum(1)
-    return torch.where(union > 0, (inside & masks).sum(1).double() / union.clamp(min=1), 1.0)
+    return torch.where(union > 0, (inside & masks).sum(1) / union.clamp(min=1), 1.0)

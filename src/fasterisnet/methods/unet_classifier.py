@@ -132,7 +132,7 @@ class UNetClassifier(Method):
     def _counted(network: SegmentedClassifier, drawn: Tensor, mask: Tensor, include: Tensor) -> Tensor:
         chances = drawn.sigmoid()
         overlaps = [(intersection_over_union(chances > t, mask) * include).sum() for t in THRESHOLDS]
-        return torch.stack([*overlaps, (~has_foreground(network.above(drawn))).sum().double()])
+        return torch.stack([*overlaps, (~has_foreground(network.above(drawn))).sum().float()])
 
     def measured(self, model: nn.Module, sums: Mapping[str, float]) -> dict[str, float]:
         """While the U-Net learns, at the best threshold; then at the one it was frozen with."""
