@@ -9,7 +9,7 @@ import fasterisnet as fi
 
 torch.manual_seed(0)
 model = fi.create_model("timm:test_resnet", num_classes=2)
-config = timm.data.resolve_model_data_config(model)  # pyright: ignore[reportArgumentType]
+config = timm.data.resolve_model_data_config(model)
 mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
 
 
