@@ -1,5 +1,11 @@
 """Image classifiers that ignore the background, by training their LRP heatmaps."""
 
+import warnings
+
+with warnings.catch_warnings():  # that NumPy is not there is no news to whoever did not install it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch  # noqa: F401
+
 from fasterisnet import targets
 from fasterisnet.adapters import LRP, create_model, figure, overlay
 from fasterisnet.errors import FasterISNetError, RuleWarning

@@ -19,8 +19,16 @@ from typing import Any
 
 from fasterisnet import __version__
 from fasterisnet.errors import FasterISNetError, InputError, NonFiniteError, UsageError
+from fasterisnet.extras import install_module
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# What other programs call our options; spelling alone would not lead there.
+MEANT = {
+    "--learning-rate": "--lr", "--learning_rate": "--lr", "--optimiser": "--optimizer", "--batch-size": "--batch",
+    "--batch_size": "--batch", "--num-workers": "--workers", "--num_workers": "--workers", "--gpu": "--accelerator gpu",
+    "--gpus": "--accelerator gpu", "--cuda": "--accelerator gpu", "--cpu": "--accelerator cpu",
+    "--device": "--accelerator", "--image-size": "--size", "--img-size": "--size",
+}  # fmt: skip
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -60,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", metavar="FILE", help="write the metrics of the split, or of all by name, to a file")
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--workers", type=_amount, default=2)
+    _add_accelerator(p)
     p.add_argument("--no-attention", action="store_true", help="leave out background_mass, which needs heatmaps")
 
     p = _command(
@@ -67,13 +76,14 @@ def parser() -> argparse.ArgumentParser:
         "  fasterisnet explain runs/mine a.png b.png --compare runs/standard --out pictures", _explain,
     )  # fmt: skip
     _add_run(p)
-    p.add_argument("images", metavar="IMAGE", nargs="+", help="image files")
+    p.add_argument("images", metavar="IMAGE", nargs="+", help="image files, or folders of them")
     p.add_argument("--out", metavar="DIR", default="explained", help="where the pictures go (default: %(default)s)")
     p.add_argument(
         "--compare", metavar="RUN", action="append", default=[], help="another run beside it; may be repeated"
     )
     p.add_argument("--target", metavar="CLASS", help="class to explain (default: the most likely one)")
     p.add_argument("--masks", metavar="DIR", help="folder of masks with the images' names, drawn as outlines")
+    _add_accelerator(p)
     p.add_argument("--rule", default="epsilon", choices=("epsilon", "zplus", "gradient"))
 
     _add_audit(commands)
@@ -125,6 +135,10 @@ def parser() -> argparse.ArgumentParser:
 def _add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("run", metavar="RUN", help="run folder")
     p.add_argument("--trust", action="store_true", help="import the model a run names as package.module:function")
+
+
+def _add_accelerator(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "gpu", "mps"), help="where to compute")
 
 
 def _count(text: str) -> int:
@@ -292,10 +306,12 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fasterisnet.data.pictures import readable
+    from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.folder import Run
     from fasterisnet.runs.report import check_classes, measured_splits, source_for, table
 
     _check_file(options.json)
+    device = chosen_device(options.accelerator)
     run = Run(options.run)
     config = run.config
     model, card = run.load_model(trust=options.trust)
@@ -306,7 +322,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise UsageError(f"The data has no test split (it has {', '.join(source.splits)}); name one with --split.")
     tests = measured_splits(
         model, card, {name: source.split(name) for name in names}, print, skip_bad=config.on_bad_image == "skip",
-        batch=options.batch, workers=options.workers, attention=not options.no_attention,
+        batch=options.batch, workers=options.workers, attention=not options.no_attention, device=device,
     )  # fmt: skip
     for text in tests.bad:
         print(f"Skipped: {text}")
@@ -324,11 +340,12 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.explain import explain_files
 
     for path in explain_files(
         [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
-        rule=options.rule, trust=options.trust,
+        rule=options.rule, trust=options.trust, device=chosen_device(options.accelerator),
     ):  # fmt: skip
         print(path)
     return DONE
@@ -355,6 +372,7 @@ def _add_audit(commands: Any) -> None:
     )
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
+    _add_accelerator(p)
     for_others = p.add_argument_group("how images become input, for models that are no runs")
     for_others.add_argument("--size", type=_count, default=224, help="pixels of the square (default: %(default)s)")
     for_others.add_argument("--channels", type=_count, default=3)
@@ -367,6 +385,7 @@ def _audit(options: argparse.Namespace) -> int:
     from fasterisnet.audit.audit import Settings, audit
     from fasterisnet.data.preparation import Preparation
     from fasterisnet.evaluation.explainers import DEFAULT
+    from fasterisnet.runs.device import chosen_device
 
     settings = Settings(
         options.limit, options.explained, explainers=tuple(options.explainer or DEFAULT), batch=options.batch,
@@ -375,7 +394,7 @@ def _audit(options: argparse.Namespace) -> int:
     prepare = Preparation(options.size, options.channels, tuple(options.mean), tuple(options.std), options.fit)
     audit(
         [*options.models, *options.against], options.data, options.out, split=options.split, prepare=prepare,
-        trust=options.trust, settings=settings, say=print,
+        trust=options.trust, settings=settings, say=print, device=chosen_device(options.accelerator),
     )  # fmt: skip
     print(f"The page: {Path(options.out) / 'audit.html'}   the numbers: {Path(options.out) / 'audit.json'}")
     return DONE
@@ -461,7 +480,9 @@ def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
 
     word = unknown[0].partition("=")[0]
     known = [flag for action in options.parser._actions for flag in action.option_strings]
+    meant = MEANT.get(word, "")
     hint = nearest(word, known) if word.startswith("-") else "."
+    hint = f"; did you mean '{meant}'?" if meant.partition(" ")[0] in known else hint
     options.parser.error(f"unknown {'option' if word.startswith('-') else 'word'} '{word}'{hint}")
 
 
@@ -498,7 +519,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _say_error(str(error))
     except ModuleNotFoundError as error:
-        _say_error(f"{error}; install it with: pip install 'fasterisnet[train]'")
+        _say_error(f"{error}; install what it needs with: {install_module(error.name)}")
     except Exception as error:  # noqa: BLE001  the last line of a traceback is what a user needs first
         traceback.print_exc()
         _say_error(f"{type(error).__name__}: {error}")

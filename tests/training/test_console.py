@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fasterisnet.losses.gwrp import decay_for
 from fasterisnet.runs import report
 from fasterisnet.runs.config import Config
 from fasterisnet.training import loop
@@ -40,7 +41,7 @@ def test_the_line_of_an_epoch_fits(heatmaps: bool) -> None:
     row = {**ROW, "epoch": 100, "val_loss": 10.25, "val_accuracy": 0.875}
     line = epoch_line(row, 100, heatmaps, True, 1.0) + "  3600 s"
     assert len(line) <= 100
-    assert ("masks 75%" in epoch_line(row, 100, heatmaps, True, 0.75)) == heatmaps
+    assert "epoch 100/100  masks 75%" in epoch_line(row, 100, heatmaps, True, 0.75)
     assert ("background 0.500" in line) == heatmaps and line.startswith("epoch 100/100  loss 0.500")
 
 
@@ -104,7 +105,8 @@ def test_a_run_tells_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     loop.train(Config(**options), watcher=heard)
     said = "\n".join(heard.lines)
     for text in (
-        "Device: cpu", " parameters, 3 x 16 x 16 px", "Method: stochastic (P 0.7, d 0.9", "zB", "C1 ", "C2 ",
+        "Device: cpu", " parameters, 3 x 16 x 16 px", f"Method: stochastic (P 0.7, d {decay_for(256):.4g}", "zB",
+        "C1 ", "C2 ",
         "train: 18 samples (disc 6, cross 6, triangle 6), masks for 100%", "val: ",
         f"Log: {tmp_path / 'run'}/metrics.csv",
     ):  # fmt: skip

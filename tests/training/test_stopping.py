@@ -17,6 +17,7 @@ from fasterisnet.cli import main
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.loader import Loader
 from fasterisnet.data.preparation import Preparation
+from fasterisnet.methods import Standard
 from fasterisnet.runs import report
 from fasterisnet.runs.config import Config
 from fasterisnet.runs.folder import Run
@@ -130,11 +131,12 @@ def test_the_command_says_how_to_go_on(
 
 def test_epochs_added_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a constant rate it becomes the run that was long from the beginning."""
-    loop.train(config(tmp_path / "long"), trust=True)
-    loop.train(config(tmp_path / "run", epochs=1), trust=True)
+    steady = {"schedule": "constant", "settled": 0.0}
+    loop.train(config(tmp_path / "long", **steady), trust=True)
+    loop.train(config(tmp_path / "run", epochs=1, **steady), trust=True)
     command = ["train", "--resume", str(tmp_path / "run"), "--trust", "--epochs"]
     assert main([*command, "2"]) == 0
-    assert "goes on to 2" in capsys.readouterr().out
+    assert "goes on to 2." in " ".join(capsys.readouterr().out.split())
     assert outcome(tmp_path / "run")[:2] == outcome(tmp_path / "long")[:2]
     assert Run(tmp_path / "run").config.epochs == 2
     assert "had ended after epoch 1" in (tmp_path / "run" / "report.md").read_text()
@@ -153,6 +155,20 @@ def test_added_epochs_have_a_cycle_of_their_own(tmp_path: Path) -> None:
         rates = [float(row["lr"]) for row in csv.DictReader(file)]
     assert rates == [learning_rate(longer, *place) for place in ((3, 4), (3, 8), (7, 8))]
     assert "a onecycle schedule of their own" in (tmp_path / "report.md").read_text()
+
+
+def test_stages_stay_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that halves its epochs would otherwise begin its first stage again."""
+    seen: list[list[int]] = []
+    monkeypatch.setattr(Standard, "plan", lambda _, epochs: [epochs // 2])
+    stage_of = loop.stage_of
+    monkeypatch.setattr(loop, "stage_of", lambda bounds, epoch: seen.append(bounds) or stage_of(bounds, epoch))
+    options = {"epochs": 2, "method": "standard", "ranges": None}
+    loop.train(config(tmp_path, **options), trust=True)
+    assert seen[-1] == [0, 1, 2]
+    loop.train(config(tmp_path, **{**options, "epochs": 3}), resume=True, trust=True)
+    assert seen[-1] == [0, 1, 3]
+    assert Run(tmp_path).load_weights()[1].method == "standard"
 
 
 def test_workers_leave_signals_to_the_process_they_work_for() -> None:

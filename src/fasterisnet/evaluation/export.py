@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import FasterISNetError, InputError
+from fasterisnet.extras import install
 from fasterisnet.files import replacing
 
 Format = Literal["onnx", "pt2"]
@@ -101,4 +102,4 @@ def _prove(read: Callable[[Tensor], Tensor], model: nn.Module, images: Tensor, p
 def _need_onnx() -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"ONNX export needs {', '.join(missing)}: pip install 'fasterisnet[export]'.")
+        raise InputError(f"ONNX export needs {', '.join(missing)}: {install('export')}")

@@ -53,7 +53,8 @@ class Verdict:
         rows += [(m.name, str(m.count), m.module or "(model)", m.treatment) for m in self.operations]
         kept = [f"{total:.3g} of {score:.3g}" for total, score in zip(self.sums, self.scores, strict=True)][:4]
         facts = [
-            ("relevance kept", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("relevance of a score", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("", "(biases and the stabiliser take or add the difference; without them it is nothing)"),
             ("sum of |relevance|", f"{self.magnitude:.3g} a sample"),
             ("finite values", "yes" if self.finite else "NO"),
             ("second-order gradient", f"relative error {self.second_order_error:.1e} against finite differences"),

@@ -424,6 +424,8 @@ class Config:
 
         values: Any = {}
         if path is not None:
+            import yaml
+
             try:
                 values = yaml.safe_load(read_file(path, LONGEST, pipes=True).decode("utf-8")) or {}
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -127,7 +127,7 @@ def parts_of(row: Row, prefix: str, heatmaps: bool) -> str:
 
 def epoch_line(row: Row, epochs: int, heatmaps: bool, better: bool, masks: float) -> str:
     """What an epoch came to; masks: the share of the samples that had one."""
-    missing = f"  masks {masks:.0%}" if heatmaps and masks < 1 else ""
+    missing = f"  masks {masks:.0%}" if masks < 1 else ""
     maps = f" (background {row['train_background']:.3f}, foreground {row['train_foreground']:.3f})" if heatmaps else ""
     return (
         f"epoch {row['epoch']}/{epochs}{missing}  loss {row['train_loss']:.3f}{maps}  val {row['val_loss']:.3f}, "

@@ -11,6 +11,7 @@ from torch import nn
 
 from fasterisnet.data.base import Samples, Source, has_mask
 from fasterisnet.data.pictures import readable
+from fasterisnet.losses.gwrp import decay_for
 from fasterisnet.methods import Method, options_of
 from fasterisnet.runs.config import Config
 
@@ -28,7 +29,7 @@ def header(config: Config, model: nn.Module, method: Method, splits: Splits, fab
     return [
         f"Device: {_device(fabric)}, precision {config.precision}",
         f"Model: {config.model}, {parameters:,} parameters, {config.channels} x {config.size} x {config.size} px",
-        f"Method: {_method(method)}",
+        f"Method: {_method(method, config.size)}",
         *[_split(name, samples, splits.source) for name, samples in {**splits.samples, **tests}.items()],
         f"Log: {config.out}/metrics.csv{board}",
     ]
@@ -40,12 +41,14 @@ def _device(fabric: Fabric) -> str:
     return f"{kind}{name}" + (f", {fabric.world_size} processes" if fabric.world_size > 1 else "")
 
 
-def _method(method: Method) -> str:
-    """Its name and its options, as they are used."""
+def _method(method: Method, size: int) -> str:
+    """Its name and its options, as they are used; size: of the images, from which an automatic d follows."""
     shown = []
     for option in options_of(type(method)):
         value = getattr(method, option, None)
-        if option == "box":
+        if option == "decay" and value == "auto":
+            shown.append(f"d {decay_for(size**2):.4g}")
+        elif option == "box":
             shown.append("zB" if value is not None else "no zB")
         elif isinstance(value, bool | int | float | str | list | tuple) and option != "ranges":
             names = {"heatmap_weight": "P", "decay": "d", "background_weight": "w1", "foreground_weight": "w2"}

@@ -197,6 +197,8 @@ class Training:
             self.method.skipped = self.progress.skipped
         if self._epochs_before(state) < self.config.epochs:
             self._extend()
+        if self.progress.stretches:  # stages are those of the epochs that the run began with
+            self.stages = [0, *self.method.plan(self.progress.stretches[0][0]), self.config.epochs]
         if not state["checked"] or "options" not in state:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
         if not self.progress.finished:
@@ -418,7 +420,8 @@ class Training:
             self._next_stage(weights)
         self.save()
         masks = named["with_mask"] / max(named["samples"], 1)
-        line = epoch_line(row, config.epochs, self.method.needs_masks, better, masks) + f"  {seconds:.0f} s"
+        masks = masks if self.method.needs_masks else 1.0
+        line = epoch_line(row, config.epochs, isinstance(self.method, Guided), better, masks) + f"  {seconds:.0f} s"
         self.say(f"{line}{'  ' if remark else ''}{remark}")
         if waiting > WAITING and seconds > 1:
             self.say(f"  {waiting:.0%} of the time training waited for data; more --workers may help")
@@ -496,7 +499,7 @@ def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
     """From wherever a run is to its end, and to its report."""
     fabric = training.fabric
     if fabric.is_global_zero:
-        training.watcher.begin(training.config.epochs, training.method.needs_masks)
+        training.watcher.begin(training.config.epochs, isinstance(training.method, Guided))
         for line in header(training.config, training.model, training.method, training.splits, fabric):
             training.say(line)
     if training.progress.finished:
