@@ -13,6 +13,7 @@ from PIL import Image
 
 from fasterisnet.cli import main
 from fasterisnet.data.drawn import drawn_source
+from fasterisnet.data.reader import Reader
 from fasterisnet.runs.folder import Run
 
 KEYS = {"accuracy", "macro_f1", "macro_auc", "confusion", "background_mass"}
@@ -102,6 +103,28 @@ def test_explain(run: Path, folder: Path, tmp_path: Path, capsys: pytest.Capture
     for path in written:
         with Image.open(path) as picture:
             assert picture.width > 300
+
+
+def test_explain_takes_folders(
+    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures in folders of the folder too, each with the mask that lies where it lies."""
+    for i, shape in enumerate(("disc", "cross")):
+        for top, new in (("", "pictures"), ("masks", "masks")):
+            first = sorted((folder / top / "test" / shape).iterdir())[0]
+            (tmp_path / new / shape).mkdir(parents=True)
+            (tmp_path / new / shape / f"{i}.png").write_bytes(first.read_bytes())
+    (tmp_path / "pictures" / "notes.txt").write_text("no picture")
+    read: list[Path] = []
+    mask = Reader.mask
+    monkeypatch.setattr(Reader, "mask", lambda self, path, *rest: read.append(path) or mask(self, path, *rest))
+    command = ["explain", str(run), str(tmp_path / "pictures"), "--out", str(tmp_path / "out"), "--accelerator", "cpu"]
+    assert main([*command, "--masks", str(tmp_path / "masks")]) == 0
+    assert len(capsys.readouterr().out.split()) == 2
+    assert [p.relative_to(tmp_path) for p in read] == [Path("masks/cross/1.png"), Path("masks/disc/0.png")]
+    (tmp_path / "empty").mkdir()
+    assert main(["explain", str(run), str(tmp_path / "empty")]) == 2
+    assert "no image files" in capsys.readouterr().err
 
 
 def test_explain_an_unknown_class(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +219,12 @@ def test_wrong_usage_is_exit_code_2(command: list[str], tmp_path: Path, capsys: 
         (["train", "--metod", "dual"], "did you mean '--method'?"),
         (["train", "--data", "drawn", "--epoch", "3"], "did you mean '--epochs'?"),
         (["evaluate", "RUN", "extra"], "unknown word 'extra'"),
+        (["train", "--learning-rate", "0.1"], "did you mean '--lr'?"),
+        (["train", "--optimiser=adamw"], "did you mean '--optimizer'?"),
+        (["train", "--gpu"], "did you mean '--accelerator gpu'?"),
+        (["audit", "RUN", "--data", "x", "--gpu", "0"], "did you mean '--accelerator gpu'?"),
+        (["train", "--batch-size", "8"], "did you mean '--batch'?"),
+        (["evaluate", "RUN", "--num-workers", "8"], "did you mean '--workers'?"),
         (["export", "RUN"], "required: --out"),
         ([], "required: COMMAND"),
     ],

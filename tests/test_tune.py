@@ -16,7 +16,7 @@ DATA = "drawn?size=16&per_class=15"
 def options(out: Path, **changes: object) -> Config:
     values = {
         "data": DATA, "method": "stochastic", "model": "small", "size": 16, "epochs": 9, "batch": 16, "workers": 0,
-        "lr": 0.05, "schedule": "onecycle", "calibration_epochs": 1, "tensorboard": False, "zb": False, "out": str(out),
+        "optimizer": "sgd", "lr": 0.05, "tensorboard": False, "out": str(out),
     }  # fmt: skip
     return Config(**{**values, **changes})  # pyright: ignore[reportArgumentType]
 

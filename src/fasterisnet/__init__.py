@@ -1,6 +1,13 @@
 """Image classifiers that ignore the background, by training their LRP heatmaps."""
 
+import warnings
+
+with warnings.catch_warnings():  # that NumPy is not there is no news to whoever did not install it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch  # noqa: F401
+
 from fasterisnet import targets
+from fasterisnet.adapters import LRP, create_model, figure, overlay
 from fasterisnet.errors import FasterISNetError, RuleWarning
 from fasterisnet.lrp.box import normalised_box
 from fasterisnet.lrp.check import check
@@ -30,9 +37,11 @@ from fasterisnet.methods import (
 )
 from fasterisnet.methods.ranges import Ranges
 
+__version__ = "0.1.0"
+
 __all__ = [
-    "GAIN", "RRR", "BackgroundErase", "BackgroundSwap", "Distillation", "Dual", "Energy", "FasterISNetError",
+    "GAIN", "LRP", "RRR", "BackgroundErase", "BackgroundSwap", "Distillation", "Dual", "Energy", "FasterISNetError",
     "GradInput", "MaskedInput", "Original", "Parts", "Ranges", "RuleTable", "RuleWarning", "Selective",
-    "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "check", "explain", "keep_memory",
-    "normalised_box", "recording", "relevance", "targets",
+    "SoftmaxGradInput", "Standard", "Step", "Stochastic", "calibrate", "check", "create_model", "explain", "figure",
+    "keep_memory", "normalised_box", "overlay", "recording", "relevance", "targets",
 ]  # fmt: skip

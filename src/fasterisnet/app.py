@@ -16,6 +16,7 @@ from fasterisnet.evaluation.alterations import before
 from fasterisnet.evaluation.attention import background_mass, logits_of
 from fasterisnet.evaluation.explainers import EXPLAINERS, heatmaps
 from fasterisnet.evaluation.figures import overlay
+from fasterisnet.extras import install
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.folder import Run
 from fasterisnet.runs.report import viewable
@@ -166,6 +167,6 @@ def serve(folders: Sequence[str], *, port: int | None = None, host: str = "127.0
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UsageError("The app needs gradio: pip install 'fasterisnet[app]'.") from error
+        raise UsageError(f"The app needs gradio: {install('app')}") from error
     page = build([Viewer.open(folder, trust=trust) for folder in folders])
     page.launch(server_name=host, server_port=port, share=False, quiet=False)

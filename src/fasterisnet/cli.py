@@ -1,6 +1,6 @@
 """The command line: `fasterisnet train | evaluate | explain | audit | export | data check | benchmark | demo`.
 
-Exit codes: 0 done, 1 the work failed, 2 wrong usage.
+Exit codes: 0 done, 1 the work failed, 2 wrong usage, 128 + N stopped by signal N (Ctrl-C: 130, SIGTERM: 143).
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fasterisnet import __version__
 from fasterisnet.errors import FasterISNetError, InputError, NonFiniteError, UsageError
+from fasterisnet.extras import install_module
 
-DONE, FAILED, USAGE = 0, 1, 2
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# What other programs call our options; spelling alone would not lead there.
+MEANT = {
+    "--learning-rate": "--lr", "--learning_rate": "--lr", "--optimiser": "--optimizer", "--batch-size": "--batch",
+    "--batch_size": "--batch", "--num-workers": "--workers", "--num_workers": "--workers", "--gpu": "--accelerator gpu",
+    "--gpus": "--accelerator gpu", "--cuda": "--accelerator gpu", "--cpu": "--accelerator cpu",
+    "--device": "--accelerator", "--image-size": "--size", "--img-size": "--size",
+}  # fmt: skip
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -44,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="example:\n  fasterisnet train --data DIR --method stochastic --model resnet50 --out runs/mine\n"
         "  fasterisnet evaluate runs/mine --data DIR --split test",
     )  # fmt: skip
+    main.add_argument("--version", action="version", version=f"fasterisnet {__version__}")
     commands = main.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_tune(commands)
@@ -58,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", metavar="FILE", help="write the metrics of the split, or of all by name, to a file")
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--workers", type=_amount, default=2)
+    _add_accelerator(p)
     p.add_argument("--no-attention", action="store_true", help="leave out background_mass, which needs heatmaps")
 
     p = _command(
@@ -65,13 +76,14 @@ def parser() -> argparse.ArgumentParser:
         "  fasterisnet explain runs/mine a.png b.png --compare runs/standard --out pictures", _explain,
     )  # fmt: skip
     _add_run(p)
-    p.add_argument("images", metavar="IMAGE", nargs="+", help="image files")
+    p.add_argument("images", metavar="IMAGE", nargs="+", help="image files, or folders of them")
     p.add_argument("--out", metavar="DIR", default="explained", help="where the pictures go (default: %(default)s)")
     p.add_argument(
         "--compare", metavar="RUN", action="append", default=[], help="another run beside it; may be repeated"
     )
     p.add_argument("--target", metavar="CLASS", help="class to explain (default: the most likely one)")
     p.add_argument("--masks", metavar="DIR", help="folder of masks with the images' names, drawn as outlines")
+    _add_accelerator(p)
     p.add_argument("--rule", default="epsilon", choices=("epsilon", "zplus", "gradient"))
 
     _add_audit(commands)
@@ -84,7 +96,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--format", default="onnx", choices=("onnx", "pt2"), help="ONNX or torch.export (default: %(default)s)"
     )
-    p.add_argument("--out", metavar="FILE", required=True)
+    p.add_argument("--out", metavar="FILE", required=True, help="the model card and predict.py go beside it")
+    p.add_argument("--audit", metavar="DIR", help="of `fasterisnet audit`, for the card (default: in the run folder)")
 
     p = _command(
         commands, "data", "Look after data.", "  fasterisnet data check DIR", None,
@@ -124,6 +137,10 @@ def _add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trust", action="store_true", help="import the model a run names as package.module:function")
 
 
+def _add_accelerator(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--accelerator", default="auto", choices=("auto", "cpu", "gpu", "mps"), help="where to compute")
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -150,7 +167,9 @@ def _add_train(commands: Any) -> None:
     )  # fmt: skip
     p.usage = "fasterisnet train --data DIR [--method NAME] [--model NAME] [option ...]"
     p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")
-    p.add_argument("--resume", metavar="RUN", help="go on with a run that was stopped; takes no other option")
+    p.add_argument(
+        "--resume", metavar="RUN", help="go on with a run that was stopped; --epochs N extends one that ended"
+    )
     p.add_argument("--trust", action="store_true", help="import the model that --config or --resume names as code")
     p.add_argument("--data-changed-ok", action="store_true", help="with --resume: go on although the data changed")
     p.add_argument("--show-config", action="store_true", help="print all options with what they mean, and stop")
@@ -194,10 +213,9 @@ def _train(options: argparse.Namespace) -> int:
     from fasterisnet.training.loop import train
 
     if options.resume:
-        if given or options.config:
-            raise UsageError("--resume takes the options of the run it goes on with, and no others.")
-        config = Run(options.resume).config
-        config.out = options.resume
+        if given.keys() - {"epochs"} or options.config:
+            raise UsageError("--resume takes the options of the run it goes on with; none but --epochs may be given.")
+        config = replace(Run(options.resume).config, **given, out=options.resume)
     else:
         config = Config.read(Path(options.config) if options.config else None, given)
     trust = options.trust or (not options.resume and "model" in given)  # who writes a name into a command means it
@@ -207,9 +225,10 @@ def _train(options: argparse.Namespace) -> int:
                 config, resume=bool(options.resume), watcher=watcher, trust=trust,
                 data_changed_ok=options.data_changed_ok,
             )  # fmt: skip
-    except KeyboardInterrupt:
-        _say_error(f"stopped; {resume_hint(config)}")
-        return FAILED
+    except KeyboardInterrupt as error:
+        if is_first_process():
+            _say_error(f"{error or 'stopped'}; {resume_hint(config)}")
+        return getattr(error, "code", INTERRUPTED)
     except (UsageError, LostProcessError, NonFiniteError):
         raise
     except (FasterISNetError, OSError) as error:
@@ -287,10 +306,12 @@ def _tune(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fasterisnet.data.pictures import readable
+    from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.folder import Run
     from fasterisnet.runs.report import check_classes, measured_splits, source_for, table
 
     _check_file(options.json)
+    device = chosen_device(options.accelerator)
     run = Run(options.run)
     config = run.config
     model, card = run.load_model(trust=options.trust)
@@ -301,7 +322,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise UsageError(f"The data has no test split (it has {', '.join(source.splits)}); name one with --split.")
     tests = measured_splits(
         model, card, {name: source.split(name) for name in names}, print, skip_bad=config.on_bad_image == "skip",
-        batch=options.batch, workers=options.workers, attention=not options.no_attention,
+        batch=options.batch, workers=options.workers, attention=not options.no_attention, device=device,
     )  # fmt: skip
     for text in tests.bad:
         print(f"Skipped: {text}")
@@ -319,11 +340,12 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.explain import explain_files
 
     for path in explain_files(
         [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
-        rule=options.rule, trust=options.trust,
+        rule=options.rule, trust=options.trust, device=chosen_device(options.accelerator),
     ):  # fmt: skip
         print(path)
     return DONE
@@ -350,6 +372,7 @@ def _add_audit(commands: Any) -> None:
     )
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
+    _add_accelerator(p)
     for_others = p.add_argument_group("how images become input, for models that are no runs")
     for_others.add_argument("--size", type=_count, default=224, help="pixels of the square (default: %(default)s)")
     for_others.add_argument("--channels", type=_count, default=3)
@@ -362,6 +385,7 @@ def _audit(options: argparse.Namespace) -> int:
     from fasterisnet.audit.audit import Settings, audit
     from fasterisnet.data.preparation import Preparation
     from fasterisnet.evaluation.explainers import DEFAULT
+    from fasterisnet.runs.device import chosen_device
 
     settings = Settings(
         options.limit, options.explained, explainers=tuple(options.explainer or DEFAULT), batch=options.batch,
@@ -370,7 +394,7 @@ def _audit(options: argparse.Namespace) -> int:
     prepare = Preparation(options.size, options.channels, tuple(options.mean), tuple(options.std), options.fit)
     audit(
         [*options.models, *options.against], options.data, options.out, split=options.split, prepare=prepare,
-        trust=options.trust, settings=settings, say=print,
+        trust=options.trust, settings=settings, say=print, device=chosen_device(options.accelerator),
     )  # fmt: skip
     print(f"The page: {Path(options.out) / 'audit.html'}   the numbers: {Path(options.out) / 'audit.json'}")
     return DONE
@@ -388,16 +412,12 @@ def _check_file(path: str | None) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    import torch
-
-    from fasterisnet.evaluation.export import export_model
+    from fasterisnet.runs.export import export_run
     from fasterisnet.runs.folder import Run
 
     _check_file(options.out)
-    model, card = Run(options.run).load_model(trust=options.trust)
-    size, channels = card.prepare.size, card.prepare.channels
-    export_model(model, options.out, options.format, example=torch.rand(2, channels, size, size))
-    print(f"{options.out}: input (batch, {channels}, {size}, {size}), output (batch, {len(card.classes)}) logits")
+    for path in export_run(Run(options.run), options.out, options.format, trust=options.trust, audit=options.audit):
+        print(path)
     return DONE
 
 
@@ -460,7 +480,9 @@ def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
 
     word = unknown[0].partition("=")[0]
     known = [flag for action in options.parser._actions for flag in action.option_strings]
+    meant = MEANT.get(word, "")
     hint = nearest(word, known) if word.startswith("-") else "."
+    hint = f"; did you mean '{meant}'?" if meant.partition(" ")[0] in known else hint
     options.parser.error(f"unknown {'option' if word.startswith('-') else 'word'} '{word}'{hint}")
 
 
@@ -491,12 +513,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _known_to_all(error):
             _say_error(str(error))
         return USAGE if isinstance(error, UsageError) else FAILED
-    except KeyboardInterrupt:
-        _say_error("stopped")
+    except KeyboardInterrupt as error:
+        _say_error(f"{error or 'stopped'}")
+        return getattr(error, "code", INTERRUPTED)
     except OSError as error:
         _say_error(str(error))
     except ModuleNotFoundError as error:
-        _say_error(f"{error}; install it with: pip install 'fasterisnet[train]'")
+        _say_error(f"{error}; install what it needs with: {install_module(error.name)}")
     except Exception as error:  # noqa: BLE001  the last line of a traceback is what a user needs first
         traceback.print_exc()
         _say_error(f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import platform
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def run(folder: Path, *, seed: int = 0, say: Callable[[str], None] = lambda _: N
     write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     samples = open_source("mnist", seed=seed).split("deceiving")
     runs = [Run(folder / name) for name in RUNS]
-    page = _page(rows, _gallery(runs, samples), _speed(runs[0]), time.perf_counter() - begin)
+    page = _page(rows, _gallery(runs, samples), _speed(runs[0]), time.perf_counter() - begin, _next(folder))
     write_text(folder / "index.html", page)
     for line in _terminal(summary):
         say(line)
@@ -173,9 +174,34 @@ def _png(pixels: Tensor) -> str:
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
-def _page(rows: list[dict[str, Any]], gallery: list[dict[str, Any]], speed: float, seconds: float) -> str:
+def _next(folder: Path) -> dict[str, list[str]]:
+    """Commands to try after the demo: on its runs, and on the user's pictures."""
+    standard, isnet = (shlex.quote(str(folder / name)) for name in RUNS)
+    audit = shlex.quote(str(folder / "audit"))
+    return {
+        "here": [
+            f"fasterisnet evaluate {isnet} --split deceiving",
+            f"fasterisnet audit {isnet} --against {standard} --data mnist --split deceiving --out {audit}",
+        ],
+        "yours": [
+            "fasterisnet data check DIR",
+            "fasterisnet train --data DIR --method stochastic --model resnet18 --out runs/mine",
+            "fasterisnet audit runs/mine --data DIR --out audit",
+        ],
+    }
+
+
+def _page(
+    rows: list[dict[str, Any]],
+    gallery: list[dict[str, Any]],
+    speed: float,
+    seconds: float,
+    commands: dict[str, list[str]],
+) -> str:
     from jinja2 import Environment, PackageLoader
 
     template = Environment(loader=PackageLoader("fasterisnet", "pages"), autoescape=True).get_template("demo.html")
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}"
-    return template.render(rows=rows, tests=TESTS, gallery=gallery, speed=speed, seconds=seconds, machine=machine)
+    return template.render(
+        rows=rows, tests=TESTS, gallery=gallery, speed=speed, seconds=seconds, machine=machine, commands=commands
+    )

@@ -12,6 +12,9 @@ def keep_memory() -> bool:
 
     A training step with heatmaps allocates and frees gigabytes; getting them anew from the system, page by page, can
     take longer than the arithmetic. The process then holds on to the memory of its largest step.
+
+    Example:
+        >>> agreed = keep_memory()  # once, before the training loop
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -22,7 +22,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patched = stopping(PER_EPOCH + 1)
-        assert train("data", "run", "--method", "stochastic", "--calibration-epochs", "0") == 1
+        assert train("data", "run", "--method", "stochastic", "--calibration-epochs", "0") == 130
         patched.undo()
     return place
 
@@ -95,7 +95,7 @@ def test_a_manifest_that_labels_anew(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = [f"{p.relative_to(data)},{p.parts[-3]},{p.parts[-2]}" for p in pictures]
     (data / "manifest.csv").write_text("\n".join(["image,split,label", *rows]))
     patched = stopping(PER_EPOCH + 1)
-    assert train(data / "manifest.csv", tmp_path / "run") == 1
+    assert train(data / "manifest.csv", tmp_path / "run") == 130
     patched.undo()
     path, split, label = rows[0].split(",")
     rows[0] = f"{path},{split},{'disc' if label == 'cross' else 'cross'}"
@@ -119,7 +119,7 @@ def test_the_same_data_elsewhere_is_the_same(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"lr": 0.5}, "lr = 0.001, not 0.5"), ({"epochs": 3}, "epochs = 2, not 3"), ({"seed": 1}, "seed = 0, not 1")],
+    [({"lr": 0.5}, "lr = 0.002, not 0.5"), ({"epochs": 3}, "epochs = 2, not 3"), ({"seed": 1}, "seed = 0, not 1")],
 )
 def test_changed_options_are_refused(
     changes: dict[str, object], message: str, place: Path, capsys: pytest.CaptureFixture[str]
@@ -163,7 +163,7 @@ def test_files_that_a_run_began_with_are_not_needed_again(tmp_path: Path) -> Non
     ]
     assert train(data, tmp_path / "whole", *options) == 0
     patched = stopping(PER_EPOCH + 1)
-    assert train(data, tmp_path / "run", *options) == 1
+    assert train(data, tmp_path / "run", *options) == 130
     patched.undo()
     (tmp_path / "ranges.json").write_text(ranges.replace("0.5", "0.9"))
     (tmp_path / "w.pt").unlink()

@@ -14,7 +14,7 @@ from lrp.helpers import Net, parameter_gradients, pictures, randomised, relu_rul
 
 RULES = ["epsilon", "zplus", "gamma", "gradient"]
 CLASSES = 4
-BOX = (-3.0, 3.0)
+BOX = (-6.0, 6.0)
 
 
 class Residual(nn.Module):

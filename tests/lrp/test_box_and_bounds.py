@@ -194,3 +194,14 @@ def test_zplus_is_never_negative(name: str) -> None:
         heatmap, messages = quietly(lambda: fi.explain(net, images, fi.targets.Joint(), rule="zplus"))
         assert bool(heatmap.isfinite().all())
         assert messages or float(heatmap.min()) >= 0.0, f"{name}: {float(heatmap.min()):.2e}"
+
+
+@pytest.mark.parametrize(("alpha", "is_loud"), [(2.0, False), (-1.0, True)])
+def test_index_add_with_a_negative_factor_is_loud_under_zplus(alpha: float, is_loud: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.relu(m.hidden(x))
+        return m.fc(h.index_add(1, torch.tensor([0, 2]), h[:, 1:3], alpha=alpha))
+
+    (net,) = twins([forward], hidden=nn.Linear(5, 6), fc=nn.Linear(6, 3))
+    _, messages = quietly(lambda: fi.explain(net, pictures(2, 5), 1, rule="zplus"))
+    assert any("index_add" in message for message in messages) == is_loud

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def test_tensor_subclasses_as_images(rule: str) -> None:
     trained = fi.explain(model, images, 1, rule=rule, create_graph=True)
     trained.square().sum().backward()
     assert all(p.grad is not None for p in (model[0].weight, model[4].weight))
-    box = fi.explain(model, images, 1, rule=rule, box=(-4.0, 4.0), layers=["2"])
+    box = fi.explain(model, images, 1, rule=rule, box=(-6.0, 6.0), layers=["2"])
     assert set(box) == {"input", "2"}
 
 
@@ -166,8 +167,9 @@ def checked(model: nn.Module, *arguments: Any, **options: Any) -> Any:
 def test_check_with_one_target_a_sample() -> None:
     for target in (torch.tensor([0, 2]), [0, 2], torch.tensor([1, 1])):
         assert checked(small(), target).ok
-    images = pictures(5, 3, 4, 4)
-    assert fi.check(small(), images, torch.tensor([0, 1, 2, 0, 1])).ok
+    images, classes = pictures(5, 3, 4, 4), [0, 1, 2, 0, 1]
+    for target in (classes, torch.tensor(classes), np.array(classes)):
+        assert fi.check(small(), images, target).ok
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -14,7 +14,7 @@ from fasterisnet.errors import FasterISNetError, RuleWarning
 from lrp.helpers import RULES, assert_close, attempt, parameter_gradients, pictures, quietly, randomised, twins
 
 LABELS = torch.tensor([2, 0])
-BOX = (-4.0, 4.0)
+BOX = (-6.0, 6.0)
 
 
 def network(training: bool = False) -> nn.Sequential:

@@ -166,7 +166,7 @@ def test_relu(name: str, rule: str) -> None:
 def test_relu_in_train_mode_and_in_a_box(name: str, rule: str) -> None:
     """With zB on, the rectifier behind the first layer passes relevance on unchanged, however it is spelled."""
     assert_same_activation(torch.relu, RELUS[name], rule=rule, training=True, what=f"{name}, train")
-    assert_same_activation(torch.relu, RELUS[name], rule=rule, box=(-4.0, 4.0), what=f"{name}, box")
+    assert_same_activation(torch.relu, RELUS[name], rule=rule, box=(-6.0, 6.0), what=f"{name}, box")
 
 
 @pytest.mark.parametrize("rule", ["epsilon", "zplus"])

@@ -134,7 +134,7 @@ def test_rare_spellings_of_linear_are_right_or_loud(name: str, rule: str) -> Non
 @pytest.mark.parametrize("name", ["x @ W.t() + b", "einsum", "1x1 conv", "baddbmm", "3-D"])
 def test_linear_in_a_box(name: str, rule: str) -> None:
     nets = twins([dense(F.linear), dense(LINEAR[name])], **dense_parts())
-    assert_alike(*nets, pictures(2, 5), rule=rule, box=(-4.0, 4.0), what=name)
+    assert_alike(*nets, pictures(2, 5), rule=rule, box=(-6.0, 6.0), what=name)
 
 
 # --- convolutions --------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_in_train_mode_and_in_a_box(noop: str, rule: str) -> None:
     images = pictures(3, 3, 4, 4)
     for places in (PLACES[:1], PLACES[1:4]):
         plain, other = twins([staged((), nn.Identity()), staged(places, NOOPS[noop])], **parts())
-        assert_alike(plain, other, images, rule=rule, box=(-3.0, 3.0), what=f"{noop} at {places}, box")
+        assert_alike(plain, other, images, rule=rule, box=(-6.0, 6.0), what=f"{noop} at {places}, box")
         assert_alike(plain.train(), other.train(), images, rule=rule, what=f"{noop} at {places}, train")
 
 

@@ -46,7 +46,7 @@ def test_energy_of_any_rule(rule: str, task: str) -> None:
     }[task]
     maps = fi.explain(model, images, target, rule=rule, box=box).abs()
     share = (maps * masks).sum((1, 2, 3)) / maps.sum((1, 2, 3))
-    parts = fi.Energy(rule=rule).loss(model, images, labels, masks)
+    parts = fi.Energy(rule=rule, box=(0.0, 1.0)).loss(model, images, labels, masks)
     torch.testing.assert_close(parts.heatmap, (1 - share).mean(), rtol=1e-7, atol=0)
     if task == "several labels":  # nothing is there: nothing is explained
         nothing = fi.Energy(rule=rule).loss(model, images, torch.zeros_like(labels), masks)
@@ -67,7 +67,7 @@ def test_distillation() -> None:
     """`1 - cos` of the student's map of the image and the teacher's of the object alone."""
     model, teacher, images = network(), network(3), pictures()
     labels, masks = labels_for(images), masks_for(images)
-    parts = fi.Distillation(penalty=3.0, teacher=teacher).loss(model, images, labels, masks)
+    parts = fi.Distillation(penalty=3.0, teacher=teacher, box=(0.0, 1.0)).loss(model, images, labels, masks)
     mine = fi.explain(model, images, labels, box=(0.0, 1.0)).flatten(1)
     wanted = fi.explain(teacher, images * masks, labels, box=(0.0, 1.0)).flatten(1)
     cosine = (mine * wanted).sum(1) / (mine.norm(dim=1) * wanted.norm(dim=1))

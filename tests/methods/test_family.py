@@ -47,7 +47,7 @@ def expected_terms(maps: Tensor, masks: Tensor) -> tuple[float, float]:
 def test_dual_is_two_joint_maps(box: Any) -> None:
     model, (images, labels, masks) = net(), batch()
     maps = [fi.explain(model, images, Joint(), rule=rule, box=box) for rule in ("zplus", "epsilon")]
-    parts = fi.Dual(ranges=RANGES, box=box).loss(model, images, labels, masks)
+    parts = fi.Dual(ranges=RANGES, decay=0.9, box=box).loss(model, images, labels, masks)
     terms = expected_terms(torch.stack(maps, 1), masks)
     assert (float(parts.background), float(parts.foreground)) == pytest.approx(terms, rel=1e-10)
 
@@ -57,7 +57,7 @@ def test_maps_are_those_of_explain(method: Any, target: Any) -> None:
     model, (images, labels, masks) = net(), batch()
     maps = fi.explain(model, images, target, box=(0, 1))
     maps = maps if isinstance(target, AllLogits) else maps.unsqueeze(1)
-    parts = method(ranges=RANGES).loss(model, images, labels, masks)
+    parts = method(ranges=RANGES, decay=0.9, box=(0, 1)).loss(model, images, labels, masks)
     assert (float(parts.background), float(parts.foreground)) == pytest.approx(expected_terms(maps, masks), rel=1e-10)
 
 
@@ -117,7 +117,7 @@ def test_depth_losses_are_ranked() -> None:
         heatmap_loss(m.unsqueeze(1), resize_masks(masks.bool(), m.shape[2:]), *RANGES, decay=0.9, w2=3.0).total
         for m in maps.values()
     ]
-    method = fi.Selective(ranges=RANGES, deep_supervision=["2", "6"], foreground_weight=3.0)
+    method = fi.Selective(None, 0.9, 1.0, 3.0, box=(0, 1), ranges=RANGES, deep_supervision=["2", "6"])
     heatmap = method.loss(model, images, labels, masks).heatmap
     assert float(heatmap) == pytest.approx(float(gwrp(torch.stack(losses), 0.7)), rel=1e-10)
 

@@ -1,9 +1,9 @@
 """A training process that can be told to die.
 
-    driver.py CONFIG.json [resume] [step N | error N | checkpoint N] [rank1]
+    driver.py CONFIG.json [resume] [step N | error N | signal N | checkpoint N] [rank1]
 
-`step N`: killed (SIGKILL) before its Nth update; `error N`: an exception there; with `rank1`, only in the second
-process. `checkpoint N`: killed when half of its Nth state file is written.
+`step N`: killed (SIGKILL) before its Nth update; `error N`: an exception there; `signal N`: SIGTERM; with `rank1`, only
+in the second process. `checkpoint N`: killed when half of its Nth state file is written.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fasterisnet.files import replacing
 from fasterisnet.runs import folder as run
 from fasterisnet.runs.config import Config
 from fasterisnet.training import loop
+from fasterisnet.training.stopping import Stopped
 
 
 def die() -> None:
@@ -33,14 +34,14 @@ def die_at(what: str, number: int) -> None:
         count += 1
         return count == number
 
-    if what in ("step", "error"):
+    if what in ("step", "error", "signal"):
         update = loop.Training._update
 
         def deadly_update(training: Any) -> None:
             if counted():
                 if what == "error":
                     raise RuntimeError("something went wrong here")
-                die()
+                die() if what == "step" else os.kill(os.getpid(), signal.SIGTERM)
             update(training)
 
         loop.Training._update = deadly_update
@@ -61,10 +62,13 @@ def main() -> None:
     config, *rest = sys.argv[1:]
     resume = "resume" in rest
     here = "rank1" not in rest or os.environ.get("LOCAL_RANK") == "1"
-    for what in ("step", "error", "checkpoint"):
+    for what in ("step", "error", "signal", "checkpoint"):
         if what in rest and here:
             die_at(what, int(rest[rest.index(what) + 1]))
-    loop.train(Config(**json.loads(Path(config).read_text())), resume=resume, trust=True)
+    try:
+        loop.train(Config(**json.loads(Path(config).read_text())), resume=resume, trust=True)
+    except Stopped as stopped:
+        sys.exit(stopped.code)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         ("data: D\nmethod: duel\n", "one of standard, "),
         ("data: D\nepochs: 0\n", "epochs is 0; it has to be a whole number, 1 or more"),
         ("data: D\nepochs: 2.5\n", "a whole number"),
-        ("data: D\nlr: fast\n", "lr is 'fast'; it has to be a number"),
+        ("data: D\nlr: fast\n", "lr is 'fast'; it has to be auto, or a number"),
         ("data: D\nlr: -1\n", "from 0 on"),
         ("data: D\nzb: 3\n", "true or false"),
         ("data: D\nheatmap_weight: 1.5\n", "from 0 to 1"),

@@ -16,8 +16,8 @@ from training.driving import driven
 WHOLE = 180  # all training pictures in one batch: one update an epoch
 OPTIONS: dict[str, Any] = {
     "data": "drawn", "model": "training.nets:without_norm", "size": 16, "epochs": 2, "batch": WHOLE, "lr": 0.1,
-    "clip": 0, "momentum": 0, "workers": 0, "ranges": [0.5, 2.0], "precision": "64-true", "watch": ["deceiving"],
-    "accelerator": "cpu",
+    "optimizer": "sgd", "schedule": "constant", "clip": 0, "momentum": 0, "workers": 0, "ranges": [0.5, 2.0],
+    "precision": "64-true", "watch": ["deceiving"], "accelerator": "cpu",
 }  # fmt: skip
 
 

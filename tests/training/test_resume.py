@@ -14,8 +14,8 @@ from fasterisnet.runs.folder import Run
 from training.driving import driven
 
 OPTIONS: dict[str, Any] = {
-    "data": "drawn", "method": "stochastic", "model": "small", "size": 16, "epochs": 3, "batch": 24, "lr": 0.05,
-    "schedule": "onecycle", "augmentation": "crop", "workers": 1, "calibration_epochs": 1, "checkpoint_every": 2,
+    "data": "drawn", "method": "stochastic", "model": "small", "size": 16, "epochs": 3, "batch": 24,
+    "augmentation": "crop", "workers": 1, "calibration_epochs": 1, "checkpoint_every": 2,
     "watch": ["ood"], "accelerator": "cpu",
 }  # fmt: skip
 

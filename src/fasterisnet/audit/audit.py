@@ -38,15 +38,17 @@ def audit(
     trust: bool = False,
     settings: Settings | None = None,
     say: Say = lambda _: None,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Examine one classifier or several on the same images; writes audit.json and audit.html into `out`, and returns
-    what is in the JSON. prepare: how images become the input of classifiers that are no runs.
+    what is in the JSON. prepare: how images become the input of classifiers that are no runs. device: where networks
+    compute (the fastest there is).
     """
     from fasterisnet.audit.page import page
 
     settings = settings or Settings()
     source, split = _data(models, data, split, settings.seed)
-    subjects = [open_subject(text, len(source.classes), prepare=prepare, trust=trust) for text in models]
+    subjects = [open_subject(text, len(source.classes), prepare=prepare, trust=trust, device=device) for text in models]
     _name_apart(subjects)
     for subject in subjects:
         known = None if subject.classes is None else (subject.classes, subject.multi_label)

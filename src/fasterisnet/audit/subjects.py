@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import logits_of
+from fasterisnet.extras import install
 from fasterisnet.models import build_model, load_weights
+from fasterisnet.runs.device import chosen_device
 from fasterisnet.runs.folder import Run
 
 KINDS = (
@@ -39,11 +41,18 @@ class Subject:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def open_subject(text: str, classes: int, *, prepare: Preparation | None = None, trust: bool = False) -> Subject:
+def open_subject(
+    text: str,
+    classes: int,
+    *,
+    prepare: Preparation | None = None,
+    trust: bool = False,
+    device: torch.device | None = None,
+) -> Subject:
     """The classifier that a text names. classes: how many the data has; prepare: how images become its input, which
-    only runs know themselves.
+    only runs know themselves. device: of networks, those of ONNX files excepted (the fastest there is).
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or chosen_device()
     if is_run(text):
         return _run(text, device, trust)
     if text.lower().endswith(".onnx"):
@@ -94,7 +103,7 @@ def _onnx(text: str, prepare: Preparation) -> Subject:
     try:
         import onnxruntime
     except ImportError as error:
-        raise UsageError("An ONNX file needs the package onnxruntime: pip install 'fasterisnet[export]'.") from error
+        raise UsageError(f"An ONNX file needs the package onnxruntime: {install('export')}") from error
     if not Path(text).is_file():
         raise UsageError(f"{text} is not a file.")
     try:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fasterisnet.data.pictures import readable
 from fasterisnet.errors import InputError
+from fasterisnet.extras import install
 
 GRABCUT_ROUNDS = 5
 GRABCUT_LEAST = 5  # pixels on either side, one for each part of its colour models
@@ -79,7 +80,7 @@ def pycocotools() -> ModuleType:
     try:
         import pycocotools.mask
     except ImportError as error:
-        raise InputError("Outlines of a COCO file need pycocotools: pip install 'fasterisnet[coco]'.") from error
+        raise InputError(f"Outlines of a COCO file need pycocotools: {install('coco')}") from error
     return pycocotools.mask
 
 
@@ -230,8 +231,8 @@ def opencv() -> ModuleType:
         import cv2  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
-            "Refining boxes by GrabCut needs OpenCV: install the package 'opencv-python-headless', "
-            "or leave refine_boxes off."
+            "Refining boxes by GrabCut needs OpenCV: pip install 'fasterisnet[boxes]' (or the package "
+            "'opencv-python-headless' itself), or leave refine_boxes off."
         ) from error
     return cv2
 

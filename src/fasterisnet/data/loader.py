@@ -6,9 +6,10 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from multiprocessing import forkserver
 from threading import Thread
 from typing import Any
@@ -115,12 +116,15 @@ class Loader:
         )
         self.name, self.dtype, self.timeout = name, dtype, timeout
         self.waited = 0.0
+        self.heard: Callable[[int, int], None] | None = None  # told how many batches of an epoch are done
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `start` on."""
         self.batches.epoch, self.batches.start = epoch, start
         iterator = None
-        while True:
+        for done in count(start):
+            if self.heard is not None:
+                self.heard(done, self.batches.count())
             begin = time.perf_counter()
             try:
                 iterator = iterator or iter(self._loader)
@@ -245,7 +249,19 @@ def _server() -> Any:
 def _begin(_worker: int) -> None:
     """In a worker, before its first sample."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # threads that are begun later inherit it
+        Thread(target=_leave_if_told, daemon=True).start()
     Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_if_told() -> None:
+    """SIGTERM from the process it works for ends a worker; one that all processes of a job get is that one's affair."""
+    parent = multiprocessing.parent_process()
+    while parent is not None:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent.pid:
+            os._exit(1)
 
 
 def _leave_with_parent() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fasterisnet.errors import InputError
+from fasterisnet.extras import install
 
 AnyPath = str | os.PathLike[str]
 DICOM_SUFFIXES = (".dcm", ".dicom")
@@ -64,7 +65,7 @@ def pydicom() -> ModuleType:
     try:
         import pydicom
     except ImportError as error:
-        raise InputError("DICOM files need the package pydicom: pip install 'fasterisnet[medical]'.") from error
+        raise InputError(f"DICOM files need the package pydicom: {install('medical')}") from error
     return pydicom
 
 
@@ -73,7 +74,7 @@ def nibabel() -> ModuleType:
     try:
         import nibabel
     except ImportError as error:
-        raise InputError("NIfTI files need the package nibabel: pip install 'fasterisnet[medical]'.") from error
+        raise InputError(f"NIfTI files need the package nibabel: {install('medical')}") from error
     return nibabel
 
 

@@ -1,7 +1,8 @@
 """Where a classifier looks, measured on heatmaps of any kind: how much of one lies in the background.
 
 Maps and images are (sample, channel, space...), masks the same or (sample, space...), 1 = foreground. A sample whose
-mask is empty has no known background: its value is NaN, or it is left out.
+mask is empty has no known background: its value is NaN, or it is left out. Sums are made in float64, which not every
+device has, so they are made on the CPU and the values are there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fasterisnet.lrp.small_maps import SmallMaps
 def background_mass(maps: Tensor, masks: Tensor) -> Tensor:
     """`sum |R| outside the mask / sum |R|` of every sample; NaN without a mask, or if the map is zero or not finite."""
     mask = _mask(masks, maps)
-    absolute = maps.detach().double().abs()
+    absolute = maps.detach().cpu().double().abs()
     outside = (absolute * ~mask).flatten(1).sum(1)
     return _where_masked(outside / absolute.flatten(1).sum(1), mask)
 
@@ -29,7 +30,7 @@ def background_mass(maps: Tensor, masks: Tensor) -> Tensor:
 def highest_pixel_inside(maps: Tensor, masks: Tensor) -> Tensor:
     """1 if the pixel of highest `|R|` (summed over channels) is foreground, else 0; NaN as in `background_mass`."""
     mask = _mask(masks, maps).any(1).flatten(1)
-    pixels = maps.detach().double().abs().sum(1).flatten(1)
+    pixels = maps.detach().cpu().double().abs().sum(1).flatten(1)
     inside = mask.gather(1, pixels.argmax(1, keepdim=True))[:, 0].double()
     total = pixels.sum(1)
     return _where_masked(inside.where(total.isfinite() & (total > 0), torch.nan), mask)
@@ -38,9 +39,9 @@ def highest_pixel_inside(maps: Tensor, masks: Tensor) -> Tensor:
 def rank_accuracy(maps: Tensor, masks: Tensor) -> Tensor:
     """Of the strongest pixels, as many as the mask has, the share inside the mask; NaN as in `background_mass`."""
     mask = _mask(masks, maps).any(1).flatten(1)
-    pixels = maps.detach().double().abs().sum(1).flatten(1)
+    pixels = maps.detach().cpu().double().abs().sum(1).flatten(1)
     order = pixels.argsort(dim=1, descending=True, stable=True)
-    counted = torch.arange(mask.shape[1], device=mask.device) < mask.sum(1, keepdim=True)
+    counted = torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True)
     inside = (mask.gather(1, order) & counted).sum(1) / mask.sum(1)
     total = pixels.sum(1)
     return _where_masked(inside.double().where(total.isfinite() & (total > 0), torch.nan), mask)
@@ -48,7 +49,7 @@ def rank_accuracy(maps: Tensor, masks: Tensor) -> Tensor:
 
 def background_area(masks: Tensor, shape: Sequence[int]) -> Tensor:
     """The background's share of the pixels: the mass that a map indifferent to the object would have there."""
-    mask = prepare_masks(masks, tuple(shape)).any(1)
+    mask = prepare_masks(masks, tuple(shape)).any(1).cpu()
     return _where_masked((~mask).flatten(1).double().mean(1), mask.unsqueeze(1))
 
 
@@ -86,7 +87,7 @@ def _mask(masks: Tensor, maps: Tensor) -> Tensor:
     """Masks as bool (sample, 1 or channel, space...)."""
     if maps.ndim < 3:
         raise InputError(f"Maps and images have to be (sample, channel, space...), not {tuple(maps.shape)}.")
-    mask = prepare_masks(masks, maps.shape[2:]).to(maps.device)
+    mask = prepare_masks(masks, maps.shape[2:]).cpu()
     if len(mask) != len(maps) or mask.shape[1] not in (1, maps.shape[1]):
         raise InputError(f"Masks of shape {tuple(masks.shape)} do not fit maps or images of {tuple(maps.shape)}.")
     return mask

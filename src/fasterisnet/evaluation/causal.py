@@ -49,7 +49,7 @@ def careful(predict: Predict, images: Tensor) -> tuple[Tensor, dict[int, str]]:
         width = max(part.shape[1] for part, _ in parts)
         empty = torch.full((1, width), torch.nan, dtype=torch.float64)
         return torch.cat([part if part.shape[1] == width else empty for part, _ in parts]), problems
-    logits = logits.detach().double().cpu()
+    logits = logits.detach().cpu().double()
     if logits.ndim != 2 or len(logits) != len(images):
         raise InputError(f"The model returned {tuple(logits.shape)} for {len(images)} images, not (sample, class).")
     broken = ~logits.isfinite().all(1)

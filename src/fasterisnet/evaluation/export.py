@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import FasterISNetError, InputError
+from fasterisnet.extras import install
 from fasterisnet.files import replacing
 
 Format = Literal["onnx", "pt2"]
@@ -20,11 +22,14 @@ TOLERANCE = 1e-4
 ANY_BATCH = ({0: torch.export.Dim("batch")},)
 
 
-def export_model(model: nn.Module, path: str | Path, format: Format, *, example: Tensor) -> None:
+def export_model(
+    model: nn.Module, path: str | Path, format: Format, *, example: Tensor, metadata: Mapping[str, str] | None = None
+) -> None:
     """Writes the model in evaluation mode, for batches of any size, and proves the file before it takes its place.
 
     example: images as the network is fed, (sample, channel, ...). "onnx" for ONNX runtimes, "pt2" for
-    `torch.export.load`. The file is read back; its logits must be the model's, for two sizes of batch.
+    `torch.export.load`. The file is read back; its logits must be the model's, for two sizes of batch. metadata: texts
+    that go into the file: the properties of an ONNX model, `extra_files={"metadata.json": ""}` of the other.
     """
     if format not in get_args(Format):
         raise InputError(f"format is {format!r}; it has to be 'onnx' or 'pt2'.")
@@ -35,17 +40,18 @@ def export_model(model: nn.Module, path: str | Path, format: Format, *, example:
     bare = copy.deepcopy(model).cpu().eval()
     images = example.detach().cpu()
     with replacing(path) as temporary:
-        (_write_onnx if format == "onnx" else _write_pt2)(bare, temporary, images)
+        (_write_onnx if format == "onnx" else _write_pt2)(bare, temporary, images, dict(metadata or {}))
         _prove((_read_onnx if format == "onnx" else _read_pt2)(temporary), bare, images, Path(path))
 
 
-def _write_onnx(model: nn.Module, path: Path, images: Tensor) -> None:
+def _write_onnx(model: nn.Module, path: Path, images: Tensor, metadata: dict[str, str]) -> None:
     with torch.no_grad():
         program = torch.onnx.export(
             _exported(model, images), (), input_names=["images"], output_names=["logits"],
             dynamic_shapes=ANY_BATCH, dynamo=True, verbose=False,
         )  # fmt: skip
     assert program is not None
+    program.model.metadata_props.update(metadata)
     program.save(path, external_data=False)
 
 
@@ -57,9 +63,9 @@ def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
 
 
-def _write_pt2(model: nn.Module, path: Path, images: Tensor) -> None:
+def _write_pt2(model: nn.Module, path: Path, images: Tensor, metadata: dict[str, str]) -> None:
     buffer = io.BytesIO()  # given a path, torch would write its name into the file, and abort when the disk is full
-    torch.export.save(_exported(model, images), buffer)
+    torch.export.save(_exported(model, images), buffer, extra_files={"metadata.json": json.dumps(metadata)})
     path.write_bytes(buffer.getbuffer())
 
 
@@ -96,4 +102,4 @@ def _prove(read: Callable[[Tensor], Tensor], model: nn.Module, images: Tensor, p
 def _need_onnx() -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise InputError(f"ONNX export needs {', '.join(missing)}: pip install 'fasterisnet[export]'.")
+        raise InputError(f"ONNX export needs {', '.join(missing)}: {install('export')}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
+from fasterisnet.extras import install
 from fasterisnet.files import replacing
 from fasterisnet.losses import foreground_loss, prepare_masks
 
@@ -272,7 +273,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("Figures need the package matplotlib: pip install 'fasterisnet[train]'.") from error
+        raise InputError(f"Figures need the package matplotlib: {install('train')}") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

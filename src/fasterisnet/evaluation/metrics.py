@@ -62,7 +62,7 @@ def evaluate(
         for images, truth, masks in batches:
             shown = images.to(device)
             with torch.no_grad():
-                logits.append(logits_of(model, shown).double().cpu())
+                logits.append(logits_of(model, shown).cpu().double())
                 drawn += [_drawn(model, shown, masks)] if isinstance(model, Segmenting) else []
             labels.append(truth.cpu())
             if attention:
@@ -78,8 +78,8 @@ def evaluate(
 
 def _drawn(model: Segmenting, images: Tensor, masks: Any) -> Tensor:
     """(sample, 2): intersection over union, NaN without a mask, and whether no foreground was found."""
-    mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1)
-    inside = model.foreground(images)
+    mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1).cpu()
+    inside = model.foreground(images).cpu()
     overlap = intersection_over_union(inside, mask).masked_fill(~has_foreground(mask), torch.nan)
     return torch.stack([overlap, (~has_foreground(inside)).float()], 1).cpu().double()
 
@@ -194,7 +194,7 @@ def _attention(model: nn.Module, images: Tensor, masks: Tensor, box: tuple[Any, 
     if not bool(known.any()):
         return torch.empty(0, 2, dtype=torch.float64)
     maps, masks = explain(model, images[known], box=box), masks[known]
-    return torch.stack([background_mass(maps, masks), highest_pixel_inside(maps, masks)], 1).cpu()
+    return torch.stack([background_mass(maps, masks), highest_pixel_inside(maps, masks)], 1)
 
 
 def _looked(values: Tensor) -> Metrics:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
+
+_WEIGHTS: ContextVar[Tensor | None] = ContextVar("weights", default=None)
+
+
+@contextmanager
+def class_weights(weights: Tensor | None) -> Iterator[None]:
+    """In this block `classification_loss` counts a sample by the weight of its class, whatever method computes it.
+
+    The sum is divided by the number of samples, not by that of their weights, so that parts of a batch add up to it.
+    """
+    before = _WEIGHTS.set(weights)
+    try:
+        yield
+    finally:
+        _WEIGHTS.reset(before)
 
 
 def is_multi_label(logits: Tensor, labels: Tensor) -> bool:
@@ -23,6 +42,8 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     count = logits.shape[1]
     if count == 1 or labels.ndim == 2:
+        if _WEIGHTS.get() is not None:
+            raise InputError("Class weights are for class indices, not for one logit or several labels at once.")
         targets = labels.reshape(len(labels), -1).to(logits.dtype)
         if targets.shape != logits.shape:
             raise InputError(
@@ -42,4 +63,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
             f"Labels reach from {int(labels.min())} to {int(labels.max())}, but the model has {count} outputs: "
             f"they have to be 0 to {count - 1}."
         )
-    return F.cross_entropy(logits, labels)
+    weights = _WEIGHTS.get()
+    if weights is None:
+        return F.cross_entropy(logits, labels)
+    return (F.cross_entropy(logits, labels, reduction="none") * weights.to(logits)[labels]).mean()

@@ -40,7 +40,7 @@ def gathered_masks(masks: Masks, images: Tensor) -> Tensor:
             raise InputError(f"The masks of a batch have to share one shape and type: {error}") from error
     if len(found) != len(images):
         raise InputError(_COUNT.format(len(found), len(images)))
-    return found.to(images.device)
+    return found.as_subclass(Tensor).to(images.device)
 
 
 def prepare_masks(masks: Tensor, size: Sequence[int]) -> Tensor:

@@ -23,6 +23,7 @@ SECOND_ORDER_TOLERANCE = 1e-4
 WIDEST_TOLERANCE = 0.1
 LARGE = 200_000_000
 STEPS = (1e-6, 1e-7, 1e-8, 1e-9, 1e-5, 1e-4, 1e-3)
+Maps = Callable[[nn.Module, Tensor, bool], Tensor]
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Verdict:
         rows += [(m.name, str(m.count), m.module or "(model)", m.treatment) for m in self.operations]
         kept = [f"{total:.3g} of {score:.3g}" for total, score in zip(self.sums, self.scores, strict=True)][:4]
         facts = [
-            ("relevance kept", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("relevance of a score", ", ".join(kept) + (", ..." if len(self.sums) > len(kept) else "")),
+            ("", "(biases and the stabiliser take or add the difference; without them it is nothing)"),
             ("sum of |relevance|", f"{self.magnitude:.3g} a sample"),
             ("finite values", "yes" if self.finite else "NO"),
             ("second-order gradient", f"relative error {self.second_order_error:.1e} against finite differences"),
@@ -80,7 +82,16 @@ def check(
     epsilon: float = 0.01,
     box: tuple[Any, Any] | None = None,
 ) -> Verdict:
-    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold."""
+    """Explains `images` once and says which operations were met, what becomes of relevance, and if gradients hold.
+
+    Takes what `explain` takes. The verdict is true if the maps can be trusted, lists its `problems` and prints as a
+    table.
+
+    Example:
+        >>> verdict = check(model, images)
+        >>> bool(verdict), verdict.problems
+        (True, [])
+    """
     check_inputs(model, images)
     table = rules.table(rule, epsilon)
     wanted = resolve(target)
@@ -92,14 +103,21 @@ def check(
             scores = wanted(trace.logits).detach()
             maps = relevance_maps(trace, table, wanted, create_graph=False)["input"]
         few = 1 if sum(p.numel() for p in model.parameters()) > LARGE else 2
-        wanted = resolve(target[:few] if isinstance(target, Tensor | list | tuple) and _length(target) else target)
-        error, tolerance = _second_order(model, images[:few].detach(), wanted, table, box)
+        classes: Any = target
+        several = hasattr(classes, "__getitem__") and getattr(classes, "ndim", 1) > 0
+        of_few = resolve(classes[:few] if several else target)
+
+        def maps_of(model: nn.Module, images: Tensor, create_graph: bool) -> Tensor:
+            trace = Trace(model, images, [table], box=box)
+            with trace.open():
+                return relevance_maps(trace, table, of_few, create_graph=create_graph)["input"]
+
+        error, tolerance = _second_order(model, images[:few].detach(), maps_of)
     maps = maps.reshape(scores.numel(), -1)
-    reached = trace.log.warned
     verdict = Verdict(
         rule=table.name,
         operations=sorted(trace.log.met.values(), key=lambda m: (m.treatment, m.name)),
-        without_rule=[Met(name, "ordinary derivative", module=module) for name, module in sorted(reached)],
+        without_rule=[Met(name, "ordinary derivative", module=module) for name, module in sorted(trace.log.warned)],
         scores=scores.flatten().tolist(),
         sums=maps.sum(1).tolist(),
         magnitude=float(maps.abs().sum(1).mean()),
@@ -131,21 +149,15 @@ def _problems(verdict: Verdict, maps: Tensor) -> list[str]:
     return found
 
 
-def _length(target: Any) -> int:
-    return 0 if isinstance(target, Tensor) and target.ndim == 0 else len(target)
-
-
-def _second_order(
-    model: nn.Module, images: Tensor, target: Target, table: rules.RuleTable, box: tuple[Any, Any] | None
-) -> tuple[float, float]:
+def _second_order(model: nn.Module, images: Tensor, maps_of: Maps) -> tuple[float, float]:
     """In double precision on a copy of the model, where it can be copied and run so; else on the model itself."""
     try:
-        return _second_order_error(copy.deepcopy(model).eval().double(), images.double(), target, table, box)
+        return _second_order_error(copy.deepcopy(model).eval().double(), images.double(), maps_of)
     except (RuntimeError, TypeError, NotImplementedError):  # some insist on float32, some cannot be copied
         before = [(p, p.detach().clone()) for p in model.parameters()]
         training = [module for module in model.modules() if module.training]
         try:
-            return _second_order_error(model.eval(), images, target, table, box)
+            return _second_order_error(model.eval(), images, maps_of)
         finally:
             for parameter, value in before:
                 parameter.data.copy_(value)
@@ -153,9 +165,7 @@ def _second_order(
                 module.training = True
 
 
-def _second_order_error(
-    model: nn.Module, images: Tensor, target: Target, table: rules.RuleTable, box: tuple[Any, Any] | None
-) -> tuple[float, float]:
+def _second_order_error(model: nn.Module, images: Tensor, maps_of: Maps) -> tuple[float, float]:
     """A random directional derivative of a random projection of the maps, against central differences.
 
     Measured for the weights (not biases: constants in z+) of three layers across the network, which it changes.
@@ -173,9 +183,7 @@ def _second_order_error(
     projection = random_like(images)
 
     def loss(create_graph: bool) -> Tensor:
-        trace = Trace(model, images, [table], box=box)
-        with trace.open():
-            maps = relevance_maps(trace, table, target, create_graph=create_graph)["input"]
+        maps = maps_of(model, images, create_graph)
         return (maps.reshape(len(images), -1, *images.shape[1:]).sum(1) * projection).sum()
 
     value = loss(create_graph=True)

@@ -51,6 +51,11 @@ def explain(
     modules; the answer is then a dict with "input" and the relevance at each module's output. create_graph: the maps
     can be trained through; otherwise the model, its statistics and the random state are left as they were.
     strict: an operation without a rule is an error instead of a warning.
+
+    Example:
+        >>> maps = explain(model, images, target=1, box=(0, 1))
+        >>> maps.shape == images.shape
+        True
     """
     check_inputs(model, images)
     table = rules.tables(rule, epsilon)
@@ -70,7 +75,7 @@ def relevance_maps(
     with torch.enable_grad():
         scores = target(trace.logits)
         columns = scores.unbind(1) if isinstance(target, AllLogits) else ()
-    if isinstance(target, AllLogits):
+    if columns:
         passes = [trace.relevance(table, score, use_box=use_box, create_graph=create_graph) for score in columns]
         return {name: torch.stack([maps[name] for maps in passes], 1) for name in passes[0]}
     if not isinstance(scores, Tensor) or not scores.requires_grad:

@@ -98,11 +98,12 @@ class Attenuate(Function):
         G, y, scale = ctx.saved_tensors
         for_G, for_y = torch.empty_like(y), torch.empty_like(y)
         for_scale = None if scale is None else torch.zeros_like(scale)
+        others = [0, *range(2, y.ndim)]
         for channels, (a, g, w, o_G, o_y) in parts(y, G, u, for_G, for_y):
             inverse = torch.add(a, ctx.epsilon).reciprocal_()
             torch.mul(w, inverse, out=o_y)
             if scale is not None and for_scale is not None:
-                for_scale[channels] += torch.mul(o_y, a).mul_(g).transpose(0, 1).flatten(1).sum(1, dtype=scale.dtype)
+                for_scale[channels] += torch.mul(o_y, a).mul_(g).sum(others, dtype=scale.dtype)
                 o_y.mul_(along_channels(scale[channels], o_y))
             torch.mul(o_y, a, out=o_G)
             o_y.mul_(inverse).mul_(g).mul_(ctx.epsilon)

@@ -158,6 +158,8 @@ def _masked(node: Node, x: Tensor, active: Active) -> Activation | None:
 
 def masks_itself(node: Node, found: Note, active: Active) -> bool:
     """Whether a mask was made of the very activation it is laid over."""
+    if found.selected is None and not found.masks:
+        return False
     on = [e for e, a in zip(edges(node), active(node), strict=True) if a]
     filled = [
         v for v in found.operands[1:] if not isinstance(v, Tensor) or (v.is_floating_point() and v.grad_fn is None)

@@ -49,7 +49,11 @@ class RuleTable:
     """A set of rules, one for each group of operations, and the stabiliser they share.
 
     in_R: its rules send relevance, not G. needs_values: they read what autograd does not keep. loud: relevance that
-    passes an operation without a rule is announced.
+    passes an operation without a rule is announced. `explain` and its like take one as `rule`.
+
+    Example:
+        >>> from fasterisnet.lrp import rules
+        >>> maps = explain(model, images, rule=rules.table("zplus", epsilon=0.1))
     """
 
     name: str

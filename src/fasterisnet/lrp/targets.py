@@ -57,11 +57,6 @@ class _OfClasses:
         return hash(self._key())
 
 
-def _check_mu(mu: float) -> None:
-    if not (isinstance(mu, int | float) and 0 <= mu < math.inf):
-        raise InputError(f"mu is {mu}; it has to be zero or a positive number.")
-
-
 def _pick(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index.unsqueeze(1)).squeeze(1)
 
@@ -119,7 +114,8 @@ class Eta(_OfClasses):
     mu: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_mu(self.mu)
+        if not (isinstance(self.mu, int | float) and 0 <= self.mu < math.inf):
+            raise InputError(f"mu is {self.mu}; it has to be zero or a positive number.")
 
     def __call__(self, logits: Tensor) -> Tensor:
         index = chosen(logits, self.classes)
@@ -142,7 +138,7 @@ class EtaOfLowest:
     mu: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_mu(self.mu)
+        Eta(0, self.mu)  # refuses a mu that cannot be
 
     def __call__(self, logits: Tensor) -> Tensor:
         return Eta(logits.detach().argmin(1), self.mu)(logits)

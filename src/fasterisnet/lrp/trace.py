@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fasterisnet.errors import InputError
 from fasterisnet.lrp import rules
+from fasterisnet.lrp.box import check_inside
 from fasterisnet.lrp.kinds import Edge, Node
+from fasterisnet.lrp.logits import plain
 from fasterisnet.lrp.record import Recorder
 from fasterisnet.lrp.rules import Rules, RuleTable
 from fasterisnet.lrp.small_maps import SmallMaps
@@ -51,14 +53,14 @@ def relevance(
         A map shaped like each input: a tensor for a tensor, a tuple for a sequence.
 
     Example:
-        >>> images.requires_grad_()
+        >>> images = images.requires_grad_()
         >>> logits = model(images)
         >>> maps = relevance(logits[range(len(images)), labels], images)
     """
     several = not isinstance(inputs, Tensor)
     if several and (not isinstance(inputs, list | tuple) or not inputs):
         raise InputError(f"inputs is {inputs!r:.60}; it has to be a tensor, or a list of them.")
-    values = [_plain(t) for t in (inputs if several else [inputs])]
+    values = [plain(t) for t in (inputs if several else [inputs])]
     for name, t in [("score", score), *[("inputs", t) for t in values]]:
         if not isinstance(t, Tensor) or not t.requires_grad:
             raise InputError(
@@ -76,12 +78,8 @@ def relevance(
                 f"The score does not depend on the input of shape {tuple(t.shape)} in a differentiable way."
             )
     with torch.set_grad_enabled(create_graph):
-        maps = tuple(_map(found.get(end, {}), t) for end, t in zip(ends, values, strict=True))
+        maps = tuple(_map(found[end], t) for end, t in zip(ends, values, strict=True))
     return maps if several else maps[0]
-
-
-def _plain(t: Any) -> Any:
-    return t.as_subclass(Tensor) if isinstance(t, Tensor) and type(t) is not Tensor else t
 
 
 def _map(flow: Mapping[str, Tensor], value: Tensor) -> Tensor:
@@ -107,8 +105,9 @@ class Trace:
         layers: Sequence[str | nn.Module] = (),
         strict: bool = False,
     ) -> None:
-        self.model, self.box, self.log = getattr(model, "_orig_mod", model), box, Log(strict)
-        images = _plain(images)
+        self.model, self.log = getattr(model, "_orig_mod", model), Log(strict)
+        images = plain(images)
+        self.bounds = None if box is None else (*box_of(box, images), images.detach())
         self.root_is_users = images.requires_grad
         self.root = images if self.root_is_users else images.detach().requires_grad_()
         self.names = {module: name for name, module in self.model.named_modules()}
@@ -176,7 +175,7 @@ class Trace:
         if missing:
             raise InputError(f"Layer '{missing[0]}' was not run by the model's forward; name a module that is.")
         with torch.enable_grad():
-            return _plain(logits).clone()  # hooks on the model's own tensor do not see relevance
+            return plain(logits).clone()  # hooks on the model's own tensor do not see relevance
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -215,9 +214,7 @@ class Trace:
         self, table: Rules, score: Tensor, *, use_box: bool = True, create_graph: bool = False
     ) -> dict[str, Tensor]:
         """Relevance of `score` (summed over the batch) at the input and at every captured layer."""
-        bounds = None
-        if use_box and self.box is not None:
-            bounds = (*box_of(self.box, self.root), self.root.detach())
+        bounds = self.bounds if use_box else None
         ends = [edge_of(self.root), *[edge for _, edge in self.captures.values()]]
         base, at = self._tables(table)
         walk = Walk(
@@ -276,12 +273,13 @@ class Trace:
 
 
 def box_of(box: Any, images: Tensor) -> tuple[Tensor, Tensor]:
-    """The box as two tensors shaped like the images, checked."""
+    """The box as two tensors shaped like the images, checked: no image may leave it."""
     if not isinstance(box, tuple | list) or len(box) != 2:
         raise InputError(f"box is {box!r}; it has to be a pair (low, high).")
     low, high = (_bound(value, images) for value in box)
     if not bool((low <= high).all()):
         raise InputError("box=(low, high): low is above high, or not a number.")
+    check_inside(images, low, high)
     return low, high
 
 

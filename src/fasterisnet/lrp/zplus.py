@@ -38,7 +38,8 @@ def linear_zplus(at: Step) -> None:
 def _zplus(at: Step, unit: Unit, output: Callable[[], Tensor] | None = None) -> None:
     """z+ of a layer that may have a bias and a batch norm behind it: their biases are constants."""
     x, layer = unit.x, unit.layer
-    first, second = (x, None) if bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
+    rectified = kind(source(layer.edge)[0]) == "Relu"  # seen without looking at the values
+    first, second = (x, None) if rectified or bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
     plus, minus = _two_sided(at, unit, first, second, output or unit.output)
     at.share(layer.edge, plus if minus is None else torch.where(x >= 0, plus, minus), x)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fasterisnet.backgrounds import blurred, has_background, painted, palette_of, uncovered
 from fasterisnet.errors import InputError
 from fasterisnet.losses import Masks, gathered_masks, has_foreground, prepare_masks
+from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.base import Method, Parts, Standard, register_method
 
 Fill = Literal["mean", "noise", "blur"]
@@ -29,9 +30,11 @@ class Background(Method):
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The classification loss: of altered images in training, of the images as they are without gradients."""
+        images = plain(images)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
         seen = self.altered(images, mask) if torch.is_grad_enabled() else images
-        parts = Standard().loss(model, seen, labels)
+        standard = Standard(classification=self.classification, attached_logits=self.attached_logits)
+        parts = standard.loss(model, seen, labels)
         parts.without_mask = int((~has_foreground(mask)).sum())
         return parts
 
@@ -49,7 +52,8 @@ class MaskedInput(Background):
 class Painted(Background):
     """The objects before other backgrounds. feather: pixels around them in which one goes over into the other."""
 
-    def __init__(self, feather: int = 0) -> None:
+    def __init__(self, feather: int = 0, **common: Any) -> None:
+        super().__init__(**common)
         if isinstance(feather, bool) or not isinstance(feather, int) or feather < 0:
             raise InputError(f"feather is {feather!r}; it has to be a number of pixels, 0 or more.")
         self.feather = feather
@@ -94,8 +98,8 @@ class BackgroundSwap(Painted):
 class BackgroundErase(Painted):
     """Every image's background is erased: the mean colour of all backgrounds of the batch, noise, or blurred."""
 
-    def __init__(self, fill: Fill = "mean", feather: int = 0) -> None:
-        super().__init__(feather)
+    def __init__(self, fill: Fill = "mean", feather: int = 0, **common: Any) -> None:
+        super().__init__(feather, **common)
         if fill not in FILLS:
             raise InputError(f"fill is {fill!r}; it has to be one of {', '.join(FILLS)}.")
         self.fill: Fill = fill

@@ -11,10 +11,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fasterisnet.errors import UsageError
+from fasterisnet.errors import InputError, UsageError
 from fasterisnet.losses import Masks, classification_loss
-from fasterisnet.lrp.logits import logits_in
+from fasterisnet.lrp.logits import logits_in, plain
 from fasterisnet.lrp.small_maps import SmallMaps
+from fasterisnet.methods.ranges import decoded, encoded
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+HALF = (torch.float16, torch.bfloat16)
+WITHOUT_EFFECT = ("generator", "attached_logits")  # options of a method that leave its loss as it is
 
 
 @dataclass
@@ -23,7 +28,12 @@ class Parts:
 
     heatmap: what the method adds to the classification loss, before it is weighted. without_mask: samples that took
     part in the classification loss only. skipped: the step has no meaning because relevance was not finite; `total` is
-    then zero. logits: detached, for metrics. counts: sums over the batch for the log, called `Method.counts`.
+    then zero. logits: for metrics; detached, unless the method was made with `attached_logits=True`. counts: sums over
+    the batch for the log, called `Method.counts`.
+
+    Example:
+        >>> parts = method.loss(model, images, labels, masks)
+        >>> parts.total.backward()
     """
 
     total: Tensor
@@ -46,10 +56,17 @@ class Method(ABC):
     (rank, processes) of a process that takes `batch[rank::processes]`, so that all draw what one would. batch: samples
     of the present batch over all of them; None if each has as many as this one. explainers: of an audit's explainers
     (see `evaluation.explainers`) those whose maps it optimises, so that they may look better than the network is.
+    classification: a loss of one's own instead of cross entropy, `(logits, labels) -> mean over the batch`: with class
+    weights, focal, with label smoothing. attached_logits: `parts.logits` keep their gradient, for a further loss.
 
     A method that is a network, or trains in stages, has more to say. default_model: what it trains if nothing else is
     named. shaping: options that decide what the network is; they are kept with its weights. idle: parts of the network
     take no part in some steps. counts: names of `Parts.counts`.
+
+    Example:
+        >>> method = Stochastic(heatmap_weight=0.7, ranges=ranges)
+        >>> parts = method.loss(model, images, labels, masks)
+        >>> parts.total.backward()
     """
 
     name: ClassVar[str] = ""
@@ -66,6 +83,13 @@ class Method(ABC):
     generator: torch.Generator | None = None
     share: tuple[int, int] = (0, 1)
     batch: int | None = None
+    classification: Loss | None = None
+    attached_logits: bool = False
+
+    def __init__(self, *, classification: Loss | None = None, attached_logits: bool = False) -> None:
+        if classification is not None and not callable(classification):
+            raise InputError(f"classification is {classification!r}; it has to be a function of logits and labels.")
+        self.classification, self.attached_logits = classification, attached_logits
 
     @abstractmethod
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
@@ -78,6 +102,20 @@ class Method(ABC):
     def combine(self, classification: Any, heatmap: Any) -> Any:
         """The total: how what the method adds is weighted against the classification loss."""
         return classification
+
+    def classify(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The classification loss."""
+        if self.classification is None:
+            return classification_loss(logits, labels)
+        loss = self.classification(logits.float() if logits.dtype in HALF else logits, labels)
+        if not isinstance(loss, Tensor) or loss.ndim != 0:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise InputError(f"classification returned {found}; it has to return one number, the mean over the batch.")
+        return loss
+
+    def shown(self, logits: Tensor) -> Tensor:
+        """Logits as `parts` holds them."""
+        return logits if self.attached_logits else logits.detach()
 
     def set_epoch(self, epoch: int) -> None:
         """Tells schedules where training is."""
@@ -128,9 +166,9 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         """Everything that makes its loss, as it was given."""
-        kept = [key for key in options_of(type(self)) if key != "generator"]
-        shown = {key: value for key in kept if (value := getattr(self, key, None)) is not None}
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+        values = {key: getattr(self, key, None) for key in options_of(type(self)) if key not in WITHOUT_EFFECT}
+        shown = [f"{key}={getattr(v, '__qualname__', repr(v))}" for key, v in values.items() if v is not None]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 METHODS: dict[str, type[Method]] = {}
@@ -176,6 +214,11 @@ class Step(nn.Module):
     """A model and its method as one module: its forward is the whole training step, as distributed training needs it.
 
     Wrap this, not the model, in DistributedDataParallel: relevance passes must happen inside the wrapped forward.
+    C1 and C2 of the method travel in its `state_dict`.
+
+    Example:
+        >>> step = Step(model, Stochastic(ranges=ranges))
+        >>> step(images, labels, masks).total.backward()
     """
 
     def __init__(self, model: nn.Module, method: Method) -> None:
@@ -186,6 +229,21 @@ class Step(nn.Module):
     def forward(self, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         return self.method.loss(self.model, images, labels, masks)
 
+    def get_extra_state(self) -> Tensor:
+        """C1 and C2 as bytes, which every file format of tensors can hold; none without them."""
+        return encoded(getattr(self.method, "ranges", None))
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Back from `get_extra_state`; a method that has C1 and C2 keeps them if the state has none."""
+        ranges = decoded(state)
+        if ranges is not None and self.method.needs_ranges:
+            self.method.ranges = ranges  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """States from before C1 and C2 were in them are complete."""
+        state_dict.setdefault(f"{prefix}_extra_state", encoded(None))
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
 
 def zero_loss(model: nn.Module) -> Tensor:
     """What a process without samples adds to the gradient: nothing, but every parameter takes part in it."""
@@ -195,12 +253,16 @@ def zero_loss(model: nn.Module) -> Tensor:
 
 @register_method("standard")
 class Standard(Method):
-    """The plain classifier: cross entropy, masks ignored."""
+    """The plain classifier: cross entropy, masks ignored.
+
+    Example:
+        >>> Standard().loss(model, images, labels).total.backward()
+    """
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The classification loss alone."""
         with SmallMaps():
-            logits = logits_in(model(images))
-        loss = classification_loss(logits, labels)
+            logits = logits_in(model(plain(images)))
+        loss = self.classify(logits, plain(labels))
         zero = loss.detach() * 0
-        return Parts(loss, loss, zero, zero, zero, samples=len(images), logits=logits.detach())
+        return Parts(loss, loss, zero, zero, zero, samples=len(images), logits=self.shown(logits))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses import RunningMoments
+from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.base import Standard, Step, zero_loss
 from fasterisnet.methods.isnet import ISNet
 from fasterisnet.methods.ranges import Ranges
@@ -32,28 +33,33 @@ def calibrate(
     *,
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = sgd,
     clip: float | None = 1.0,
+    keys: tuple[str, str] = ("image", "label"),
     progress: Progress | None = None,
 ) -> Ranges:
     """Trains a copy of the model plainly for `epochs`, then measures `sum |R|` of every sample during one more.
 
-    loader: batches (images, labels, ...), gone through `epochs + 1` times. progress(epoch, step, loss) is called after
-    every step. In a distributed run every process trains on its own batches, of which some may be empty, and what they
-    measured is merged exactly.
+    loader: batches (images, labels, ...), gone through `epochs + 1` times; dictionaries hold the two under `keys`.
+    progress(epoch, step, loss) is called after every step. In a distributed run every process trains on its own
+    batches, of which some may be empty, and what they measured is merged exactly.
     The model and the method are left as they are; give the result to the method as `ranges`. Keep the learning rate
     low: a classifier that grew certain on biased data saturates eta, and Selective would get a range far too small.
+
+    Example:
+        >>> method = Stochastic()
+        >>> method.ranges = calibrate(method, model, loader)
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     model, method = copy.deepcopy(model).train(), copy.deepcopy(method)
     spread = distributed.is_available() and distributed.is_initialized()
-    step = _Plain(model, Standard())
+    step = _Plain(model, Standard(classification=method.classification))
     trained = DistributedDataParallel(step) if spread else step
     together = method.share != (0, 1)
     steps = optimizer(model.parameters())
     moments: dict[str, RunningMoments] = {}
     for epoch in range(epochs + 1):
         count = 0
-        for count, (images, labels, *_) in enumerate(loader, start=1):
-            images, labels = images.to(device), labels.to(device)  # noqa: PLW2901
+        for count, batch in enumerate(loader, start=1):
+            images, labels = (plain(part).to(device) for part in _parts(batch, keys))
             share = _shared(method, len(images), together) if spread else 1.0
             if epoch == epochs and len(images):
                 for depth, totals in method.measure(model, images).items():
@@ -69,6 +75,20 @@ def calibrate(
         if count == 0:
             raise InputError("The loader gave no batch; calibration needs the training data.")
     return Ranges.from_moments(_merged(moments) if spread else moments)
+
+
+def _parts(batch: Any, keys: tuple[str, str]) -> tuple[Tensor, Tensor]:
+    """Images and labels of a batch."""
+    if isinstance(batch, Mapping):
+        missing = [key for key in keys if key not in batch]
+        if missing:
+            raise InputError(
+                f"A batch has no '{missing[0]}', only {', '.join(map(str, batch))}; name its images and labels with "
+                "keys=(images, labels)."
+            )
+        return batch[keys[0]], batch[keys[1]]
+    images, labels, *_ = batch
+    return images, labels
 
 
 class _Plain(Step):

@@ -32,10 +32,11 @@ class OfLabel(Penalised):
         rule: str = "epsilon",
         *,
         epsilon: float = 0.01,
-        box: tuple[Any, Any] | None = (0.0, 1.0),
+        box: tuple[Any, Any] | None = None,
         augment: Background | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(penalty, augment=augment)
+        super().__init__(penalty, augment=augment, **common)
         self.rule, self.epsilon = rule, epsilon
         self.box = None if rule == "gradient" else box
         rules.table(rule, epsilon)  # refuses what is none

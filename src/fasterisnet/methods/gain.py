@@ -44,8 +44,9 @@ class GAIN(Guided):
         exact: bool = True,
         mining_score: MiningScore = "logit",
         augment: Background | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(augment)
+        super().__init__(augment, **common)
         for name, value in (("mining_weight", mining_weight), ("supervision_weight", supervision_weight)):
             if not 0 <= value < float("inf"):
                 raise InputError(f"{name} is {value}; it has to be zero or a positive number.")

@@ -14,6 +14,7 @@ from fasterisnet.losses import Masks, classification_loss, gathered_masks, has_f
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.check import first_bad_layer
 from fasterisnet.lrp.explain import check_inputs
+from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.background import Background
 from fasterisnet.methods.base import Method, Parts, zero_loss
 
@@ -32,7 +33,8 @@ class Guided(Method):
 
     epsilon: float = 0.01
 
-    def __init__(self, augment: Background | None = None) -> None:
+    def __init__(self, augment: Background | None = None, **common: Any) -> None:
+        super().__init__(**common)
         if augment is not None and not isinstance(augment, Background):
             raise InputError(f"augment is {augment!r}; it takes BackgroundSwap(), BackgroundErase() or MaskedInput().")
         self.augment = augment
@@ -50,6 +52,7 @@ class Guided(Method):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The loss of one batch, differentiable for every parameter."""
         check_inputs(model, images)
+        images, labels = plain(images), plain(labels)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(training):
@@ -62,11 +65,11 @@ class Guided(Method):
         include = has_foreground(mask)
         with without_autocast(images):
             logits, (background, foreground, heatmap) = self.terms(model, images, labels, mask, include)
-            classification = classification_loss(logits, labels)
+            classification = self.classify(logits, labels)
             total = self.combine(classification, heatmap)
         parts = Parts(
             total, classification, background, foreground, heatmap, len(images),
-            without_mask=int((~include).sum()), logits=logits.detach(),
+            without_mask=int((~include).sum()), logits=self.shown(logits),
         )  # fmt: skip
         if not bool(torch.isfinite(total.detach())):
             return self._skip(parts, model, images)
@@ -93,8 +96,8 @@ class Penalised(Guided):
 
     default_penalty: ClassVar[float] = 1.0
 
-    def __init__(self, penalty: float | None = None, *, augment: Background | None = None) -> None:
-        super().__init__(augment)
+    def __init__(self, penalty: float | None = None, *, augment: Background | None = None, **common: Any) -> None:
+        super().__init__(augment, **common)
         self.penalty = self.default_penalty if penalty is None else penalty
         if not 0 <= self.penalty < float("inf"):
             raise InputError(f"penalty is {self.penalty}; it has to be zero or a positive number.")

@@ -39,7 +39,7 @@ class ISNet(Guided):
     box: the range of the images for zB on the first layer (see `normalised_box`), None for no zB. ranges: C1 and C2,
     from `calibrate`, or one pair for all maps. deep_supervision: False, True (depths found by themselves, see `depths`)
     or names of modules. augment: changes the images in training. generator: for reproducible draws; see `Method` for
-    those of several processes.
+    those of several processes. common: `classification` and `attached_logits`, see `Method`.
     """
 
     default_weight: ClassVar[float] = 0.7
@@ -63,8 +63,9 @@ class ISNet(Guided):
         foreground: Foreground = "hybrid",
         augment: Background | None = None,
         generator: torch.Generator | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(augment)
+        super().__init__(augment, **common)
         self.heatmap_weight: Weight = self.default_weight if heatmap_weight is None else heatmap_weight
         self.decay: Decay = decay
         self.background_weight, self.foreground_weight = background_weight, foreground_weight

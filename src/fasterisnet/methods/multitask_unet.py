@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError
 from fasterisnet.losses import (
     Masks,
-    classification_loss,
     gathered_masks,
     has_foreground,
     intersection_over_union,
     prepare_masks,
     segmentation_loss,
 )
+from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.base import Method, Parts, register_method
 from fasterisnet.models.unets import Multitasking
 
@@ -29,7 +29,8 @@ class MultitaskUNet(Method):
     default_model: ClassVar[str] = "multitask_unet"
     counts: ClassVar[tuple[str, ...]] = ("overlap",)
 
-    def __init__(self, segmentation_weight: float = 0.99) -> None:
+    def __init__(self, segmentation_weight: float = 0.99, **common: Any) -> None:
+        super().__init__(**common)
         if not 0 <= segmentation_weight <= 1:
             raise InputError(f"segmentation_weight (P) is {segmentation_weight}; it has to lie between 0 and 1.")
         self.segmentation_weight = segmentation_weight
@@ -46,16 +47,17 @@ class MultitaskUNet(Method):
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """`P L_S + (1-P) L_C`."""
+        images, labels = plain(images), plain(labels)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1, keepdim=True)
         include = has_foreground(mask)
         logits, drawn = self.outputs(model, images)
-        classification = classification_loss(logits, labels)
+        classification = self.classify(logits, labels)
         segmentation = segmentation_loss(drawn, mask, include)
         zero = classification.detach() * 0
         overlap = (intersection_over_union(drawn.detach() > 0, mask) * include).sum().view(1)
         return Parts(
             self.combine(classification, segmentation), classification, zero, zero, segmentation, len(images),
-            without_mask=int((~include).sum()), logits=logits.detach(), counts=overlap,
+            without_mask=int((~include).sum()), logits=self.shown(logits), counts=overlap,
         )  # fmt: skip
 
     def outputs(self, model: nn.Module, images: Tensor) -> Any:

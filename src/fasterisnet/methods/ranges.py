@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import torch
+from torch import Tensor
+
 from fasterisnet.errors import InputError
 from fasterisnet.files import write_text
 from fasterisnet.losses.calibration import VANISHED, RunningMoments, range_from_moments
@@ -24,7 +27,12 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranges:
-    """The calibration of a run: a `Range` for every supervised depth, by name."""
+    """The calibration of a run: a `Range` for every supervised depth, by name. `calibrate` makes it.
+
+    Example:
+        >>> ranges.save("calibration.json")
+        >>> method.ranges = Ranges.load("calibration.json")
+    """
 
     depths: Mapping[str, Range]
 
@@ -47,10 +55,13 @@ class Ranges:
         ranges = {depth: range_from_moments(measured, depth) for depth, measured in moments.items()}
         return cls({d: Range(*(tuple(bound.reshape(-1).tolist()) for bound in pair)) for d, pair in ranges.items()})
 
+    def content(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {"format": FORMAT, "depths": {name: {"c1": c1, "c2": c2} for name, (c1, c2) in self.depths.items()}}
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; a reader sees the old file or the whole new one, never a part."""
-        content = {"format": FORMAT, "depths": {name: {"c1": c1, "c2": c2} for name, (c1, c2) in self.depths.items()}}
-        write_text(path, json.dumps(content, indent=2, allow_nan=False))
+        write_text(path, json.dumps(self.content(), indent=2, allow_nan=False))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -64,6 +75,28 @@ class Ranges:
             raise InputError(
                 f"{path} is not a calibration written by this version: {error} Calibrate again."
             ) from error
+
+
+def encoded(ranges: Ranges | tuple[float, float] | None) -> Tensor:
+    """C1 and C2 as bytes of JSON in a tensor; an empty one for none."""
+    content = None if ranges is None else ranges.content() if isinstance(ranges, Ranges) else list(ranges)
+    text = "" if content is None else json.dumps(content, allow_nan=False)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def decoded(state: Tensor) -> Ranges | tuple[float, float] | None:
+    """Back from `encoded`."""
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8:
+        raise InputError("The state of the step holds no C1 and C2 as this version writes them; calibrate again.")
+    if state.numel() == 0:
+        return None
+    try:
+        content = json.loads(bytes(state.flatten().tolist()))
+        if _numbers(content) and len(content) == 2:
+            return float(content[0]), float(content[1])
+        return Ranges(_depths(content))
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"The state of the step holds no readable C1 and C2: {error} Calibrate again.") from error
 
 
 def _depths(content: Any) -> dict[str, Range]:

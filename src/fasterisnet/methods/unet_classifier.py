@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError
 from fasterisnet.losses import (
     Masks,
-    classification_loss,
     gathered_masks,
     has_foreground,
     intersection_over_union,
     prepare_masks,
     segmentation_loss,
 )
-from fasterisnet.lrp.logits import logits_in
+from fasterisnet.lrp.logits import logits_in, plain
 from fasterisnet.lrp.small_maps import SmallMaps
 from fasterisnet.methods.base import Method, Parts, register_method
 from fasterisnet.models.unets import SegmentedClassifier, unet
@@ -42,7 +41,10 @@ class UNetClassifier(Method):
     idle: ClassVar[bool] = True
     counts: ClassVar[tuple[str, ...]] = (*(f"overlap above {t}" for t in THRESHOLDS), "empty")
 
-    def __init__(self, segmentation_epochs: int = 0, segmenter: str = "resnet18", empty: Empty = "black") -> None:
+    def __init__(
+        self, segmentation_epochs: int = 0, segmenter: str = "resnet18", empty: Empty = "black", **common: Any
+    ) -> None:
+        super().__init__(**common)
         if segmentation_epochs < 0:
             raise InputError(f"segmentation_epochs is {segmentation_epochs}; it must not be negative.")
         self.segmentation_epochs, self.segmenter, self.empty = segmentation_epochs, segmenter, empty
@@ -104,6 +106,7 @@ class UNetClassifier(Method):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """L_S of the U-Net in the first stage, where samples without a mask are left out, then L_C."""
         network = _checked(model)
+        images, labels = plain(images), plain(labels)
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1, keepdim=True)
         include = has_foreground(mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.segmenting):
@@ -113,11 +116,11 @@ class UNetClassifier(Method):
         if not self.segmenting:
             with SmallMaps():
                 logits = logits_in(network.classifier(network.masked(images, network.above(drawn))))
-            classification = classification_loss(logits, labels)
+            classification = self.classify(logits, labels)
         zero = classification.detach() * 0
         return Parts(
             self.combine(classification, segmentation), classification, zero, zero, segmentation, len(images),
-            without_mask=int((~include).sum()), logits=logits.detach(),
+            without_mask=int((~include).sum()), logits=self.shown(logits),
             counts=self._counted(network, drawn.detach(), mask, include),
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from fasterisnet.data.preparation import Preparation
@@ -36,6 +36,10 @@ class Card:
     def box(self) -> tuple[Any, Any] | None:
         """For zB, if the network was trained with it."""
         return self.prepare.box if self.zb else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is written; an empty shape is not, so that files of methods without one stay as they always were."""
+        return {key: value for key, value in asdict(self).items() if key != "shape" or value}
 
     @classmethod
     def read(cls, text: str) -> Card:

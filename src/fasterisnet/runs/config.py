@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
+from fasterisnet.lrp.box import IMAGENET
 from fasterisnet.methods import METHODS, Method, method_class, options_of
 from fasterisnet.methods.background import FILLS
 
@@ -21,10 +20,9 @@ Check = Callable[[Any], Any]
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 MOST = 2**53  # of anything that is counted
 LONGEST = 2**20  # bytes of a file of options
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 AUTO = "auto"
 # What `lr: auto` is, by optimiser: from random weights, and from weights that were trained before.
-RATES = {"adamw": (1e-3, 1e-4), "sgd": (0.1, 0.01)}
+RATES = {"adamw": (2e-3, 2e-4), "sgd": (0.1, 0.01)}
 # Options under one name; any that is given besides wins. `paper` is also what every run did before an option of it was
 # there or got another default, so it is what a file of an older version means where it says nothing.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -156,6 +154,19 @@ def ranges(value: Any) -> str | list[float] | None:
     raise ValueError("a calibration.json, or a pair [C1, C2] with 0 < C1 <= C2")
 
 
+def weights(value: Any) -> str | list[float] | None:
+    """The word balanced, a weight for each class, or nothing."""
+    if value is None or value == "balanced":
+        return value
+    try:
+        found = numbers(value)
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise ValueError("balanced, or a list with a number above 0 for each class") from None
+    return found
+
+
 def labels(value: Any) -> list[int]:
     """Numbers of labels."""
     if value in (None, "", []):
@@ -222,6 +233,9 @@ class Config:
         "balanced repeats images of rare classes: all are seen alike",
         rare=True,
     )
+    class_weights: Any = _option(
+        None, weights, "balanced, or a list: how much a sample of each class counts in the classification loss", rare=True
+    )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
     schedule: str = _option("onecycle", one_of("constant", "cosine", "onecycle"), "onecycle, cosine or constant")
@@ -232,7 +246,7 @@ class Config:
         0.7, number(0, 1), "share of the epochs after which the best one is chosen, by validation loss", rare=True
     )
     statistics_batches: int = _option(
-        64, whole(0), "training batches to measure batch norms on before validation; 0 leaves them", rare=True
+        50, whole(0), "training batches to measure batch norms on before validation; 0 leaves them", rare=True
     )
     watch: list[str] = _option([], names, "splits whose accuracy is logged after every epoch", rare=True)
     holdout: float = _option(
@@ -357,6 +371,9 @@ class Config:
     checkpoint_every: int = _option(
         0, whole(0), "updates between saved states, besides one after every epoch", rare=True
     )
+    checkpoint_minutes: float = _option(
+        10.0, number(), "minutes of training after which the state is saved, too; 0 for never", rare=True
+    )
     explained: int = _option(
         0, whole(0), "samples of each test, about, whose maps are measured for the report; 0 for all", rare=True
     )
@@ -403,8 +420,12 @@ class Config:
 
         stored: the file is of a run, perhaps of an older version, and what it does not say is what was done then.
         """
+        import yaml
+
         values: Any = {}
         if path is not None:
+            import yaml
+
             try:
                 values = yaml.safe_load(read_file(path, LONGEST, pipes=True).decode("utf-8")) or {}
             except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -441,6 +462,8 @@ class Config:
 
     def write(self) -> str:
         """As YAML."""
+        import yaml
+
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=110)
 
 

@@ -27,30 +27,36 @@ def explain_files(
     masks: str | Path | None = None,
     rule: str = "epsilon",
     trust: bool = False,
+    device: torch.device | None = None,
 ) -> list[Path]:
-    """One picture for each image: the image, then the heatmap of every run for the target or its own decision."""
-    paths = [Path(image) for image in images]
-    for path in paths:
-        if not path.is_file():
-            raise UsageError(f"{path} is not an image file.")
+    """One picture for each image: the image, then the heatmap of every run for the target or its own decision.
+
+    images: files, and folders of them. masks: a folder of masks with the same names, or with the same folders in it.
+    """
+    found = _found(images)
+    paths = [path for path, _ in found]
     places = _places(paths, Path(out), Path(masks) if masks is not None else None)
     networks = [(Path(run).name, *Run(run).load_model(trust=trust)) for run in runs]
+    device = device or torch.device("cpu")
+    for _, model, _ in networks:
+        model.to(device)
     first = Run(runs[0])
     reader = Reader(tuple(first.config.foreground) if first.path("config.yaml").is_file() else ())
-    for path, place in zip(paths, places, strict=True):
-        mask = _mask_of(path, masks, reader)
+    for (path, below), place in zip(found, places, strict=True):
+        mask = _mask_of(path, masks, below, reader)
         maps, texts, shown = {}, [], None
         for name, model, card in networks:
             prepared, outline = card.prepare(Reader(window=card.prepare.window).image(path), mask)
-            batch = prepared.unsqueeze(0)
+            batch = prepared.unsqueeze(0).to(device)
             with torch.no_grad():
-                logits = logits_in(model(batch))[0]
+                logits = logits_in(model(batch))[0].cpu()
             chosen = int(logits.argmax()) if target is None else _index(target, card.classes)
             label = _unique(name, maps)
-            maps[label] = explain(model, batch, chosen, rule=rule, box=card.box if rule == "epsilon" else None)
+            box = card.box if rule == "epsilon" else None
+            maps[label] = explain(model, batch, chosen, rule=rule, box=box).cpu()
             chance = logits.sigmoid() if card.multi_label else logits.softmax(0)
             texts.append(f"{label}: {card.classes[chosen]} {chance[chosen]:.0%}")
-            shown = shown or (viewable(batch, card), outline.unsqueeze(0) if mask is not None else None)
+            shown = shown or (viewable(batch.cpu(), card), outline.unsqueeze(0) if mask is not None else None)
         pixels, outlines = shown or (None, None)
         if any(m.shape[-2:] != pixels.shape[-2:] for m in maps.values()):  # pyright: ignore[reportOptionalMemberAccess]
             raise UsageError("Runs that are shown side by side have to see images of one size.")
@@ -76,13 +82,27 @@ def _places(images: list[Path], out: Path, masks: Path | None) -> list[Path]:
     return places
 
 
-def _mask_of(image: Path, masks: str | Path | None, reader: Reader) -> torch.Tensor | None:
+def _found(images: Sequence[str | Path]) -> list[tuple[Path, Path]]:
+    """Image files, each with the folder it lies in below the one that was named."""
+    found: list[tuple[Path, Path]] = []
+    for place in map(Path, images):
+        inside = sorted(p for p in place.rglob("*") if p.is_file() and is_image_name(p.name)) if place.is_dir() else []
+        if place.is_dir() and not inside:
+            raise UsageError(f"{place} has no image files in it.")
+        if not inside and not place.is_file():
+            raise UsageError(f"{place} is not an image file or a folder of them.")
+        found += [(path, path.relative_to(place).parent) for path in inside] if inside else [(place, Path())]
+    return found
+
+
+def _mask_of(image: Path, masks: str | Path | None, below: Path, reader: Reader) -> torch.Tensor | None:
     if masks is None:
         return None
     if not Path(masks).is_dir():
         raise UsageError(f"{masks} is not a folder of masks.")
-    stem = stem_of(image.name)
-    found = sorted(p for p in Path(masks).iterdir() if is_image_name(p.name) and stem_of(p.name) == stem)
+    stem, there = stem_of(image.name), Path(masks) / below
+    there = there if there.is_dir() else Path(masks)
+    found = sorted(p for p in there.iterdir() if is_image_name(p.name) and stem_of(p.name) == stem)
     return reader.mask(found[0]).clear(found[0]) if found else None
 
 

@@ -28,8 +28,11 @@ from fasterisnet.runs.config import Config
 
 END = 4096  # bytes of a file that are looked at on either side
 SIZE = 8  # bytes of a hash
-# Where and how fast a run computes is nobody's business but the user's.
-FREE = ("data", "out", "workers", "loader_timeout", "tensorboard", "accelerator", "devices", "nodes", "explained", "audit")
+# Where and how fast a run computes, and how often it is saved, is nobody's business but the user's.
+FREE = (
+    "data", "out", "workers", "loader_timeout", "tensorboard", "accelerator", "devices", "nodes", "explained",
+    "audit", "checkpoint_every", "checkpoint_minutes",
+)  # fmt: skip
 State = dict[str, Any]
 
 

@@ -69,10 +69,10 @@ class Run:
 
     def save_weights(self, state: dict[str, Tensor], card: Card, name: str = "best") -> None:
         """Weights as safetensors, with their card inside and, for people, beside them."""
-        described = json.dumps(asdict(card), indent=2)
+        described = json.dumps(card.to_dict(), indent=2)
         copies = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in state.items()}
         content = save(copies, {"card": described})
-        beside = {**asdict(card), **self._checksums(name, hashlib.sha256(content).hexdigest())}
+        beside = {**card.to_dict(), **self._checksums(name, hashlib.sha256(content).hexdigest())}
         write_text(self.path(f"{name}.json"), json.dumps(beside, indent=2))
         write_bytes(self.path(f"{name}.safetensors"), content)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +41,16 @@ def metrics_of(
     attention: bool = True,
     explained: int = 0,
     device: Any = None,
+    heard: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """All metrics of a network on one split; explained: about how many samples have maps measured (0: all)."""
-    batches = Loader(samples, card.prepare, batch, name=name, workers=workers, timeout=timeout).epoch(0)
+    """All metrics of a network on one split.
+
+    explained: about how many samples have maps measured (0: all). heard: is told of the progress.
+    """
+    loader = Loader(samples, card.prepare, batch, name=name, workers=workers, timeout=timeout)
+    loader.heard = partial(heard, name) if heard is not None else None
     return evaluate(
-        model, batches, card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
+        model, loader.epoch(0), card.classes, multi_label=card.multi_label, box=card.box, attention=attention,
         share=min(1.0, explained / len(samples)) if explained else 1.0, device=device,
     )  # fmt: skip
 
@@ -136,10 +142,12 @@ def write_report(
     device: Any = None,
     *,
     trust: bool = False,
+    extended: Sequence[int] = (),
+    heard: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """report.json and report.md with every test split, and heatmaps.png of a few samples of each.
 
-    bad: what is known of images that could not be read.
+    bad: what is known of images that could not be read. extended: after which epochs the run had ended before.
     """
     config = run.config
     model, card = run.load_model(trust=trust)
@@ -148,7 +156,7 @@ def write_report(
     tests = measured_splits(
         model, card, {name: s for name, s in source.splits.items() if name not in ("train", config.validation)}, say,
         skip_bad=config.on_bad_image == "skip", batch=config.batch, workers=config.workers, explained=config.explained,
-        timeout=config.loader_timeout, device=device,
+        timeout=config.loader_timeout, device=device, heard=heard,
     )  # fmt: skip
     results, bad = tests.results, [*bad, *tests.bad]
     for name, samples in tests.samples.items():
@@ -159,6 +167,7 @@ def write_report(
         f"# {config.method}, {config.model}",
         "",
         f"Weights of epoch {card.epoch} of {config.epochs}; validation loss: {_shown(card.validation_loss)}.",
+        *[_extended(epoch, config.schedule) for epoch in extended],
         *masks_line(run),
         *background_line(run, say),
         f"Images that could not be read and were skipped: {len(bad)}.",
@@ -169,7 +178,13 @@ def write_report(
     ]
     write_text(run.path("report.md"), "\n".join(lines) + "\n")
     facts = {"epoch": card.epoch, "training_samples": training_samples, "skipped_images": bad}
+    facts |= {"extended_after": list(extended)} if extended else {}
     run.write_json("report.json", {**facts, "tests": results})
+
+
+def _extended(epoch: int, schedule: str) -> str:
+    rates = "" if schedule == "constant" else f", with a {schedule} schedule of their own"
+    return f"The run had ended after epoch {epoch}; the epochs after it were added later{rates}."
 
 
 def masks_line(run: Run) -> list[str]:
@@ -188,7 +203,7 @@ def background_line(run: Run, say: Callable[[str], None]) -> list[str]:
     """Says, at the end and in the report, when the background loss has not fallen, and what to try then."""
     config = run.config
     losses = [float(row["train_background"]) for row in run.rows]
-    if not method_class(config.method).needs_masks or not losses:
+    if not method_class(config.method).needs_ranges or not losses:
         return []
     first, last = losses[0], min(losses[-1], losses[0])
     if last <= max(FALLEN * first, NEARLY_NOTHING):

@@ -37,6 +37,7 @@ class Splits:
         if config.mask_share < 1:
             training = FewerMasks(training, config.mask_share, random_stream(config.seed, MASKS))
         self.training_samples = len(training)
+        self.samples = {"train": training, config.validation: validation}
         if config.sampling == "balanced":
             training = balanced(training, random_stream(config.seed, SAMPLING))
         self.training = self._loader("train", training, training=True)

@@ -49,9 +49,27 @@ class Place:
 
     def added(self, sums: Tensor) -> Tensor:
         """Over all processes."""
+        if self.share[1] == 1:
+            return sums  # also because not every device has float64
         total = self.fabric.all_reduce(sums.to(self.fabric.device), reduce_op="sum")
         assert isinstance(total, Tensor)
         return total.cpu()
+
+    def gathered(self, sums: Tensor) -> Tensor:
+        """A row from each process."""
+        if self.share[1] == 1:
+            return sums.view(1, -1)
+        rows = self.fabric.all_gather(sums.to(self.fabric.device))
+        assert isinstance(rows, Tensor)
+        return rows.view(self.share[1], -1).cpu()
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Of each number, the largest among all processes: what one of them wants, all do."""
+        if self.share[1] == 1:
+            return list(numbers)
+        found = self.fabric.all_reduce(torch.tensor(numbers, device=self.fabric.device), reduce_op="max")
+        assert isinstance(found, Tensor)
+        return found.tolist()
 
     def shares(self, masks: Tensor) -> tuple[float, float]:
         """Of the samples and of the masked samples that this process has, in units of an equal share."""

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from fasterisnet.data.loader import Epochs, LoadingError
+from fasterisnet.data.pictures import readable
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.memory import keep_memory
@@ -26,9 +29,10 @@ from fasterisnet.runs.folder import Row, Run
 from fasterisnet.runs.inputs import preparation_of
 from fasterisnet.runs.lock import Claim
 from fasterisnet.runs.report import write_report
-from fasterisnet.training.console import Board, Watcher
+from fasterisnet.training.console import Board, Watcher, epoch_line
 from fasterisnet.training.data import Splits, examine_data
 from fasterisnet.training.distributed import CALIBRATION, TRAINING, WEIGHTS, Place, all_in_one_boat, start_fabric
+from fasterisnet.training.header import header
 from fasterisnet.training.setup import (
     build_method,
     build_optimizer,
@@ -36,21 +40,32 @@ from fasterisnet.training.setup import (
     check_model,
     check_options,
     learning_rate,
+    weights_of,
 )
 from fasterisnet.training.state import Progress, stage_of
 from fasterisnet.training.statistics import measure_statistics
 from fasterisnet.training.step import LoggedStep, averages, validate, watch
+from fasterisnet.training.stopping import Signals, Stopped
 
 PATIENCE = 10
+WAITING = 0.3  # share of the time spent waiting for data that is worth a line
+MINUTE = 60.0  # of training that a stop during the validation may cost
 
 
 class Training:
     """A run: its data, model and method, and the state that is saved and restored."""
 
     def __init__(
-        self, fabric: Fabric, config: Config, run: Run, watcher: Watcher, state: dict[str, Any] | None, trust: bool
+        self,
+        fabric: Fabric,
+        config: Config,
+        run: Run,
+        watcher: Watcher,
+        state: dict[str, Any] | None,
+        trust: bool,
+        signals: Signals,
     ) -> None:
-        self.fabric, self.config, self.run, self.watcher = fabric, config, run, watcher
+        self.fabric, self.config, self.run, self.watcher, self.signals = fabric, config, run, watcher, signals
         self.say = watcher.say
         self.place = Place(fabric, config)
         self.preparation = preparation_of(config)
@@ -75,12 +90,19 @@ class Training:
         self.updates = -(-self.loader.batches.count() // config.accumulate)
         self.stages = [0, *self.method.plan(config.epochs), config.epochs]
         self.model = model
-        self.logged = LoggedStep(model, self.method)
+        weights = weights_of(config, self.source, self.splits.samples["train"])
+        if weights is not None:
+            shown = (f"{readable(c)} {w:.3g}" for c, w in zip(self.source.classes, weights.tolist(), strict=True))
+            self.say(f"Weights of the classes in the classification loss: {', '.join(shown)}")
+        self.logged = LoggedStep(model, self.method, weights)
         self.step, self.optimizer = fabric.setup(self.logged, build_optimizer(config, model))
         self.progress = Progress()
-        self.sums = self.earlier = torch.zeros(len(self.logged.sums), dtype=torch.float64)
+        self.sums = torch.zeros(len(self.logged.sums), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
         self.clock: float | None = None
+        self.saved = time.monotonic()
+        for name, loader in {config.validation: self.splits.validation, **self.splits.watched}.items():
+            loader.heard = partial(watcher.work, name)
 
     # --- calibration -----------------------------------------------------------------------------------------------
 
@@ -91,6 +113,7 @@ class Training:
         config, path = self.config, self.run.path("calibration.json")
         if isinstance(config.ranges, list):
             self.method.ranges = (config.ranges[0], config.ranges[1])
+            self.say(f"C1 {config.ranges[0]:.3g}, C2 {config.ranges[1]:.3g}, as given")
             return
         if path.exists() or isinstance(config.ranges, str):
             self.method.ranges = _loaded(path if path.exists() else config.ranges)
@@ -102,12 +125,13 @@ class Training:
         else:
             length = f" of {config.calibration_batches} batches" if config.calibration_batches else ""
             self.say(f"Calibrating C1 and C2: plain epochs{length}: {config.calibration_epochs}, and one to measure.")
+            self._calibrated(0, 0, 0.0)
             self.place.seed(self.method, CALIBRATION)
             self.method.ranges = calibrate(
                 self.method, self.model, Epochs(self.loader, config.calibration_batches or None),
                 config.calibration_epochs,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, config.calibration_lr, momentum=0.9),
-                clip=config.clip or None,
+                clip=config.clip or None, progress=self._calibrated,
             )  # fmt: skip
             self.loader.waited = 0.0
         self.fabric.barrier()
@@ -119,17 +143,22 @@ class Training:
                 f"  {depth}: C1 {min(c1):.3g}, C2 {max(c2):.3g}" + (f" over {len(c1)} maps" if len(c1) > 1 else "")
             )
 
+    def _calibrated(self, epoch: int, step: int, _loss: float) -> None:
+        batches = self.loader.batches.count()
+        batches = min(self.config.calibration_batches or batches, batches)
+        self.watcher.work("calibration", epoch * batches + step, (self.config.calibration_epochs + 1) * batches)
+
     # --- state -----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Everything needed to go on; called at the same places in a run that is stopped and in one that is not."""
+        """Everything needed to go on; between any two updates, and a run is the same wherever it was done."""
         self._count_seconds()
-        self.earlier = self.earlier + self.place.added(self.sums)
-        self.sums = torch.zeros_like(self.sums)
-        self._write_state()
+        self._write_state(self.place.gathered(self.sums))
         self.fabric.barrier()
+        self.saved = time.monotonic()
 
-    def _write_state(self) -> None:
+    def _write_state(self, sums: Tensor) -> None:
+        """sums: one row for each process."""
         if not self.fabric.is_global_zero:
             return
         ranges = self.method.ranges if isinstance(self.method, ISNet) else None
@@ -139,8 +168,7 @@ class Training:
                 "optimizer": self.optimizer.state_dict(),
                 "precision": self.fabric.strategy.precision.state_dict(),
                 "progress": vars(self.progress),
-                "sums": self.earlier,
-                "open": self.sums,
+                "sums": sums,
                 "options": fingerprint.options_of(self.config),
                 "data": self.data,
                 "calibration": _digest(ranges) if isinstance(ranges, Ranges) else None,
@@ -156,21 +184,52 @@ class Training:
         self._check_same(state, data_changed_ok)
         try:
             self.progress = Progress(**state["progress"])
-            self.progress.check(self.config, self.loader.batches.count() if not data_changed_ok else 2**53)
+            batches = self.loader.batches.count() if not data_changed_ok else 2**53
+            self.progress.check(self._epochs_before(state), batches, early=self.config.early_stopping > 0)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self._check_momentum()
             self.fabric.strategy.precision.load_state_dict(state["precision"])
-            self.earlier, self.sums = state["sums"], state.get("open", torch.zeros_like(state["sums"]))
-            if {self.earlier.shape, self.sums.shape} != {(len(self.logged.sums),)}:
-                raise ValueError("the sums of the log are incomplete")
+            self.sums = self._my_sums(state)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
             raise InputError(f"{path} does not fit this run: {error}") from error
         if isinstance(self.method, Guided):
             self.method.skipped = self.progress.skipped
+        if self._epochs_before(state) < self.config.epochs:
+            self._extend()
+        if self.progress.stretches:  # stages are those of the epochs that the run began with
+            self.stages = [0, *self.method.plan(self.progress.stretches[0][0]), self.config.epochs]
         if not state["checked"] or "options" not in state:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
-        self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
+        if not self.progress.finished:
+            self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
+
+    def _epochs_before(self, state: dict[str, Any]) -> int:
+        """How many epochs the run was to have when the state was saved."""
+        return int(state.get("options", {}).get("epochs", self.config.epochs))
+
+    def _extend(self) -> None:
+        """More epochs for a run that had ended: config.yaml says so from now on, and its report is of the past."""
+        progress = self.progress
+        progress.finished = False
+        progress.stretches = [*progress.stretches, [progress.epoch, progress.updates]]
+        if self.fabric.is_global_zero:
+            for name in ("report.json", "report.md"):
+                self.run.path(name).unlink(missing_ok=True)
+            self.run.create(self.config)
+        cycle = "" if self.config.schedule == "constant" else f"; the {self.config.schedule} schedule begins anew"
+        self.say(
+            f"{self.run.folder} had ended after {progress.epoch} epochs: it goes on to {self.config.epochs}{cycle}."
+        )
+
+    def _my_sums(self, state: dict[str, Any]) -> Tensor:
+        """What this process had added up for the log; with another number of processes the first takes all."""
+        rows = state["sums"].reshape(-1, len(self.logged.sums))
+        rows = rows + state["open"] if "open" in state else rows  # of an older version
+        rank, processes = self.place.share
+        if len(rows) == processes:
+            return rows[rank].clone()
+        return rows.sum(0) if rank == 0 else torch.zeros_like(rows[0])
 
     def _check_momentum(self) -> None:
         for parameter, kept in self.optimizer.state.items():
@@ -195,7 +254,14 @@ class Training:
     def _difference(self, state: dict[str, Any], data_changed_ok: bool) -> str | None:
         folder = self.run.folder
         try:
-            options = fingerprint.changed_options(state.get("options", {}), fingerprint.options_of(self.config))
+            before, now = self._epochs_before(state), self.config.epochs
+            if before > now or (before < now and not state["progress"]["finished"]):
+                return (
+                    f"{folder} was begun with epochs = {before}, not {now}; epochs can be added, not taken away, and "
+                    "to a run that has ended."
+                )
+            given = {**fingerprint.options_of(self.config), "epochs": before}
+            options = fingerprint.changed_options(state.get("options", {}), given)
             if options is not None and "options" in state:
                 return f"{folder} was begun with {options}; put config.yaml back, or train into another --out."
             if "data" not in state:
@@ -225,8 +291,10 @@ class Training:
             self.method.set_epoch(self.progress.epoch)
             self.method.epoch_begins(self.model)
             try:
-                self._train_epoch()
-                self._count_seconds()
+                with self.signals.waiting():
+                    self._train_epoch()
+                    self._count_seconds()
+                    self._keep(MINUTE)
                 self.clock = None
                 trained = time.perf_counter() - begin
                 self._finish_epoch(trained, self.loader.waited / trained)
@@ -234,12 +302,23 @@ class Training:
                 self._save_at_once()
                 raise
 
+    def _keep(self, seconds: float) -> None:
+        """Between two updates: saves what is older than so many seconds, and ends here if a signal says so."""
+        progress, every = self.progress, self.config.checkpoint_every
+        counted = every and progress.updates % every == 0 and progress.batch < self.loader.batches.count()
+        due = seconds and time.monotonic() - self.saved >= seconds
+        received, due = self.place.largest(self.signals.received, int(due))
+        if received or due or counted:
+            self.save()
+        if received:
+            raise Stopped(received, f" in epoch {progress.epoch + 1} after batch {progress.batch}; the state is saved")
+
     def _save_at_once(self) -> None:
         """Between two updates, where only this process knows of it: what several have added up is in all of them."""
         whole = self.progress.batch % self.config.accumulate == 0 or self.progress.batch == self.loader.batches.count()
         if self.place.share[1] == 1 and whole:
             self._count_seconds()
-            self._write_state()
+            self._write_state(self.sums.view(1, -1))
 
     def _count_seconds(self) -> None:
         """Adds what training took since the last call; nothing outside an epoch's training."""
@@ -265,13 +344,9 @@ class Training:
             progress.batch += 1
             if last:
                 self._update()
-                if (
-                    config.checkpoint_every
-                    and progress.updates % config.checkpoint_every == 0
-                    and progress.batch < batches
-                ):
-                    self.save()
+                self._keep(60 * config.checkpoint_minutes)
             self.watcher.step(progress.epoch, progress.batch, batches, averages(sums, "train", self.logged))
+        self.watcher.work(config.validation, 0, self.splits.validation.batches.count())
 
     def _update(self) -> None:
         """One step of SGD, left out if a gradient is not finite; many such in a row end the run."""
@@ -297,13 +372,14 @@ class Training:
         self.optimizer.zero_grad()
 
     def _rate(self, done: int) -> float:
-        """The rate of the next update; every stage begins its schedule anew."""
+        """The rate of an update; a stage of the method, or epochs that were added to a run, begin the schedule anew."""
         first, after = stage_of(self.stages, self.progress.epoch)
-        return learning_rate(self.config, done - first * self.updates, (after - first) * self.updates)
+        epoch, updates = max((first, first * self.updates), self.progress.stretch)
+        return learning_rate(self.config, done - updates, (after - epoch) * self.updates)
 
     def _finish_epoch(self, seconds: float, waiting: float) -> None:
         progress, config = self.progress, self.config
-        total = self.earlier + self.place.added(self.sums)
+        total = self.place.added(self.sums)
         named = dict(zip(self.logged.sums, total.tolist(), strict=True))
         trained = averages(total, "train", self.logged)
         first, ends = stage_of(self.stages, progress.epoch)
@@ -329,8 +405,9 @@ class Training:
         if better:
             progress.best_loss, progress.best_epoch = score, progress.epoch
         progress.epoch, progress.batch = progress.epoch + 1, 0
-        self.earlier, self.sums = torch.zeros_like(total), torch.zeros_like(total)
-        stuck = config.early_stopping > 0 and progress.epoch - progress.best_epoch > config.early_stopping
+        self.sums = torch.zeros_like(total)
+        since = max(progress.best_epoch + 1, progress.stretch[0])
+        stuck = config.early_stopping > 0 and progress.epoch - since >= config.early_stopping
         progress.finished = progress.epoch >= config.epochs or (stuck and ends == config.epochs)
         weights = "best" if ends == config.epochs else f"best-until-{ends}"
         if self.fabric.is_global_zero:
@@ -343,14 +420,11 @@ class Training:
             self._next_stage(weights)
         self.save()
         masks = named["with_mask"] / max(named["samples"], 1)
-        missing = f", masks {masks:.0%}" if masks < 1 and self.method.needs_masks else ""
-        self.say(
-            f"epoch {progress.epoch}/{config.epochs}  train {row['train_loss']:.4f} (classification "
-            f"{row['train_classification']:.4f}, background {row['train_background']:.3f}, foreground "
-            f"{row['train_foreground']:.3f})  val {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.3f}"
-            f"{missing}{' *' if better else ''}  {seconds:.0f} s, {waiting:.0%} waiting for data"
-            f"{'  ' if remark else ''}{remark}"
-        )
+        masks = masks if self.method.needs_masks else 1.0
+        line = epoch_line(row, config.epochs, isinstance(self.method, Guided), better, masks) + f"  {seconds:.0f} s"
+        self.say(f"{line}{'  ' if remark else ''}{remark}")
+        if waiting > WAITING and seconds > 1:
+            self.say(f"  {waiting:.0%} of the time training waited for data; more --workers may help")
 
     def _next_stage(self, weights: str) -> None:
         """The network goes back to the best epoch of the stage that is over, and a new search for the best begins."""
@@ -399,7 +473,7 @@ def train(
     watcher = watcher or Watcher()
     keep_memory()
     fabric = start_fabric(config)
-    with all_in_one_boat(fabric, config):
+    with all_in_one_boat(fabric, config), Signals(fabric.is_global_zero) as signals:
         run = Run(config.out)
         claim = Claim(run.folder)
         try:
@@ -407,7 +481,8 @@ def train(
             if problem is not None:
                 raise UsageError(problem)
             state = run.load_state() if resume else None
-            training = Training(fabric, config, run, watcher if fabric.is_global_zero else Watcher(), state, trust)
+            heard = watcher if fabric.is_global_zero else Watcher()
+            training = Training(fabric, config, run, heard, state, trust, signals)
             training.restore(data_changed_ok)
             examined = examine_data(config, training.say) if fabric.is_global_zero and not resume else None
             fabric.barrier()
@@ -423,6 +498,10 @@ def train(
 def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
     """From wherever a run is to its end, and to its report."""
     fabric = training.fabric
+    if fabric.is_global_zero:
+        training.watcher.begin(training.config.epochs, isinstance(training.method, Guided))
+        for line in header(training.config, training.model, training.method, training.splits, fabric):
+            training.say(line)
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
     else:
@@ -432,4 +511,7 @@ def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
         training.fit()
     if report and fabric.is_global_zero and run.report is None:
         splits = training.splits
-        write_report(run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust)
+        write_report(
+            run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust,
+            extended=[epoch for epoch, _ in training.progress.stretches], heard=training.watcher.work,
+        )  # fmt: skip

@@ -64,8 +64,37 @@ def learning_rate(config: Config, done: int, total: int) -> float:
     return config.lr
 
 
+def weights_of(config: Config, source: Source, training: Samples) -> torch.Tensor | None:
+    """A weight for every class: as given, or samples / (classes * samples of the class), whose mean over samples is 1.
+
+    A function of all the training data, so it is the same in every process.
+    """
+    if config.class_weights is None:
+        return None
+    if source.multi_label:
+        raise UsageError(
+            "class_weights are for classes of which one is true. Where several can be true at once each is an answer "
+            "of its own, yes or no, and what is rare is the yes of that answer, not a sample; leave them out."
+        )
+    if config.class_weights != "balanced":
+        if len(config.class_weights) != len(source.classes):
+            raise UsageError(
+                f"class_weights has {len(config.class_weights)} numbers for {len(source.classes)} classes "
+                f"({', '.join(map(readable, source.classes))}); give one for each, in this order."
+            )
+        return torch.tensor(config.class_weights)
+    counts = torch.zeros(len(source.classes))
+    for i in range(len(training)):
+        label = training.label(i)
+        assert isinstance(label, int)
+        counts[label] += 1
+    return len(training) / (len(counts) * counts)
+
+
 def check_options(config: Config) -> None:
     """What a new run would be told too late, or never."""
+    if config.class_weights == "balanced" and config.sampling == "balanced":
+        raise UsageError("class_weights and sampling are both balanced, which would be twice too much; take one.")
     if isinstance(config.heatmap_weight, list) and len(config.heatmap_weight) != config.epochs:
         raise UsageError(
             f"heatmap_weight has {len(config.heatmap_weight)} numbers for {config.epochs} epochs; give one for each."

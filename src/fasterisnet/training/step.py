@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fasterisnet.data.loader import Loader
 from fasterisnet.evaluation.attention import logits_of
+from fasterisnet.losses.classification import class_weights
 from fasterisnet.losses.masks import Masks
-from fasterisnet.methods import Step
+from fasterisnet.methods import Method, Step
 from fasterisnet.methods.base import zero_loss
 from fasterisnet.runs.folder import Row
 from fasterisnet.training.distributed import VALIDATION, Place
@@ -20,7 +21,13 @@ SUMS = (*PARTS, "heatmap", "correct", "samples", "with_mask", "skipped")
 
 
 class LoggedStep(Step):
-    """A step that returns the loss to train, and sums for the log instead of averages."""
+    """A step that returns the loss to train, and sums for the log instead of averages. weights: of the classes."""
+
+    weights: Tensor | None
+
+    def __init__(self, model: torch.nn.Module, method: Method, weights: Tensor | None = None) -> None:
+        super().__init__(model, method)
+        self.register_buffer("weights", weights, persistent=False)
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -37,7 +44,8 @@ class LoggedStep(Step):
         """
         if len(images) == 0:
             return zero_loss(self.model), torch.zeros(len(self.sums), dtype=torch.float64)
-        parts = super().forward(images, labels, masks)
+        with class_weights(self.weights):
+            parts = super().forward(images, labels, masks)
         masked = 0 if parts.skipped else parts.samples - parts.without_mask
         maps = torch.stack([parts.background, parts.foreground, parts.heatmap]).detach().cpu().double()
         maps = torch.zeros_like(maps) if parts.skipped else maps * masked

@@ -1,0 +1,65 @@
+"""What README shows runs, and so do the examples."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "bars")
+# No dependencies of this package, not even to test it.
+NEEDS = {"huggingface_trainer.py": ["transformers", "accelerate"], "monai_volumes.py": ["monai"]}
+
+
+def accuracies(printed: str) -> tuple[float, float]:
+    found = dict(re.findall(r"^(i\.i\.d\.|deceiving): ([\d.]+)$", printed, re.MULTILINE))
+    return float(found["i.i.d."]), float(found["deceiving"])
+
+
+def test_python_of_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One block after the other, as a reader would; the network is a smaller one."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 3
+    code = "\n".join(blocks)
+    for shown, quick in (("resnet50", "shufflenet_v2_x0_5"), ("224, 224", "32, 32")):
+        assert shown in code
+        code = code.replace(shown, quick)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    images, labels, masks = torch.rand(4, 3, 32, 32), torch.tensor([7, 7, 2, 0]), torch.ones(4, 1, 32, 32)
+    namespace = {"loader": [(images, labels)], "labels": labels, "masks": masks}
+    exec(compile(code, "README.md", "exec"), namespace)
+    assert namespace["maps"].shape == (4, 3, 32, 32) and "OK" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "where.png"]
+
+
+def test_readme_names_every_example() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in EXAMPLES if f"examples/{name}" not in text] == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends, and with a classifier that the pixel does not deceive."""
+    for package in NEEDS.get(name, []):
+        pytest.importorskip(package, reason=f"to run this example: pip install {' '.join(NEEDS[name])}")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    assert min(accuracies(capsys.readouterr().out)) >= 0.95
+
+
+def test_without_the_method_the_pixel_deceives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the examples would show nothing: their data with their network, trained plainly."""
+    code = (ROOT / "examples" / "plain_loop.py").read_text(encoding="utf-8")
+    plain = re.sub(r"method = .*\nmethod\.ranges = .*\n", "method = fi.Standard()\n", code)
+    assert plain != code
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    exec(compile(plain, "plain_loop.py", "exec"), {})
+    iid, deceiving = accuracies(capsys.readouterr().out)
+    assert iid >= 0.95 and deceiving < 0.7
