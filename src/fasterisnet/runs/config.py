@@ -217,8 +217,8 @@ class Config:
     """A training run."""
 
     data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
-    method: str = _option("stochastic", one_of(*METHODS), ", ".join(METHODS))
-    model: str = _option("", text, "name in torchvision or timm, small, or package.module:function (resnet50)")
+    method: str = _option("stochastic", one_of(*METHODS), "stochastic, dual, background-swap, ...: docs/methods.md has all")
+    model: str = _option("", text, "of torchvision or timm, small, or package.module:function (resnet50)")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
     out: str = _option("", text, "run folder to create (default: runs/METHOD-MODEL)")
