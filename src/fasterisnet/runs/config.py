@@ -266,7 +266,7 @@ class Config:
     mask_share: float = _option(1.0, number(0, 1), "share of the training masks that is used", rare=True)
     zb: bool = _option(False, switch, "zB rule on the first layer", rare=True, argument="box")
     deep_supervision: Any = _option(
-        False, depths, "supervise hidden maps too: true, or module names", argument="deep_supervision"
+        False, depths, "supervise hidden maps too: true, or module names", rare=True, argument="deep_supervision"
     )
     maps_at_once: int = _option(
         0, whole(0), "original only: maps in memory together; 0 for all", rare=True, argument="maps_at_once"
