@@ -69,7 +69,8 @@ class Card:
             "method": isinstance(self.method, str),
             "zb": isinstance(self.zb, bool),
             "epoch": type(self.epoch) is int and self.epoch >= 0,
-            "shape": isinstance(self.shape, dict) and all(isinstance(v, str | int | float) for v in self.shape.values()),
+            "shape": isinstance(self.shape, dict)
+            and all(isinstance(v, str | int | float) for v in self.shape.values()),
             "validation_loss": loss is None or (type(loss) in (int, float) and math.isfinite(loss)),
         }  # fmt: skip
 

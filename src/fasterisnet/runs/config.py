@@ -234,7 +234,10 @@ class Config:
         rare=True,
     )
     class_weights: Any = _option(
-        None, weights, "balanced, or a list: how much a sample of each class counts in the classification loss", rare=True
+        None,
+        weights,
+        "balanced, or a list: how much a sample of each class counts in the classification loss",
+        rare=True,
     )
     momentum: float = _option(0.9, number(0, 1), "momentum of SGD", rare=True)
     weight_decay: float = _option(0.0, number(), "weight decay", rare=True)
@@ -280,7 +283,9 @@ class Config:
         "black", one_of("black", "whole"), "unet-classifier: what goes in where no foreground is found", rare=True,
         argument="empty",
     )  # fmt: skip
-    segmentation_weight: float = _option(0.99, number(0, 1), "multitask-unet: P", rare=True, argument="segmentation_weight")
+    segmentation_weight: float = _option(
+        0.99, number(0, 1), "multitask-unet: P", rare=True, argument="segmentation_weight"
+    )
     penalty: Any = _option(
         None,
         unless_empty(number()),

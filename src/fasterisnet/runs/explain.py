@@ -14,8 +14,8 @@ from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_f
 from fasterisnet.lrp.explain import explain
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.runs.config import nearest
-from fasterisnet.runs.report import viewable
 from fasterisnet.runs.folder import Run
+from fasterisnet.runs.report import viewable
 
 
 def explain_files(

@@ -5,6 +5,7 @@ edited or encoded anew differs in one of them, and a copy of the data elsewhere 
 """
 
 from __future__ import annotations
+
 import hashlib
 import os
 from collections.abc import Callable, Iterable
@@ -13,8 +14,10 @@ from dataclasses import fields
 from functools import singledispatch
 from pathlib import Path
 from typing import Any
+
 import torch
 from torch import Tensor
+
 from fasterisnet.data.base import Samples, Source, Subset
 from fasterisnet.data.biased import MarkedPictures
 from fasterisnet.data.dogs import Dogs
@@ -24,7 +27,6 @@ from fasterisnet.data.planted import Planted
 from fasterisnet.data.sources import KINDS, parts_of
 from fasterisnet.data.xray import Xrays
 from fasterisnet.runs.config import Config
-
 
 END = 4096  # bytes of a file that are looked at on either side
 SIZE = 8  # bytes of a hash

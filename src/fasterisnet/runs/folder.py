@@ -16,8 +16,7 @@ import csv
 import hashlib
 import io
 import json
-import math
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.files import read_json, write_bytes, write_text
 from fasterisnet.methods import METHODS, Method
 from fasterisnet.models import build_model
-from fasterisnet.files import read_json
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.config import Config
-from fasterisnet.runs.fingerprint import digest
-from fasterisnet.runs.fingerprint import absolute
+from fasterisnet.runs.fingerprint import absolute, digest
 from fasterisnet.runs.inputs import preparation_of
-from fasterisnet.files import write_bytes, write_text
 
 Row = dict[str, float | int]
-
-
 
 
 class Run:

@@ -15,7 +15,8 @@ except ImportError:  # Windows has no lock that needs no file
     fcntl = None
 
 FILES = (
-    "config.yaml", "calibration.json", "metrics.csv", "best.*", "state.pt", "report.*", "heatmaps-*", "tensorboard", "audit",
+    "config.yaml", "calibration.json", "metrics.csv", "best.*", "state.pt", "report.*", "heatmaps-*", "tensorboard",
+    "audit",
 )  # fmt: skip
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 

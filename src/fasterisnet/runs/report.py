@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from fasterisnet.data.base import Label, Samples, Source, readable_part
+from fasterisnet.data.loader import PATIENCE, Loader
 from fasterisnet.data.pictures import readable
 from fasterisnet.data.sources import is_own, open_source
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
+from fasterisnet.files import file_name, write_text
 from fasterisnet.lrp.explain import explain
 from fasterisnet.methods import method_class
-from fasterisnet.data.loader import PATIENCE, Loader
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.folder import Run
-from fasterisnet.files import file_name, write_text
 
 SHOWN = 4
 FALLEN = 0.6  # of its first value: a background loss above that has not fallen
