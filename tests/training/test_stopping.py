@@ -135,7 +135,10 @@ def test_epochs_added_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     loop.train(config(tmp_path / "long", **steady), trust=True)
     loop.train(config(tmp_path / "run", epochs=1, **steady), trust=True)
     command = ["train", "--resume", str(tmp_path / "run"), "--trust", "--epochs"]
+    (tmp_path / "run" / "audit").mkdir()
+    (tmp_path / "run" / "audit" / "audit.html").write_text("of one epoch")
     assert main([*command, "2"]) == 0
+    assert (tmp_path / "run" / "audit" / "audit.html").read_text() != "of one epoch"
     assert "goes on to 2." in " ".join(capsys.readouterr().out.split())
     assert outcome(tmp_path / "run")[:2] == outcome(tmp_path / "long")[:2]
     assert Run(tmp_path / "run").config.epochs == 2

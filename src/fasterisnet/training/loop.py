@@ -209,12 +209,12 @@ class Training:
         return int(state.get("options", {}).get("epochs", self.config.epochs))
 
     def _extend(self) -> None:
-        """More epochs for a run that had ended: config.yaml says so from now on, and its report is of the past."""
+        """More epochs for a run that had ended: config.yaml says so from now on; its report and audit are past."""
         progress = self.progress
         progress.finished = False
         progress.stretches = [*progress.stretches, [progress.epoch, progress.updates]]
         if self.fabric.is_global_zero:
-            for name in ("report.json", "report.md"):
+            for name in ("report.json", "report.md", "audit/audit.json", "audit/audit.html"):
                 self.run.path(name).unlink(missing_ok=True)
             self.run.create(self.config)
         cycle = "" if self.config.schedule == "constant" else f"; the {self.config.schedule} schedule begins anew"
