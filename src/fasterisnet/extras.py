@@ -12,7 +12,7 @@ NAME = "fasterisnet"
 # Extras of packages by the names they are imported under; all others are for training.
 EXTRAS = {
     "onnx": "export", "onnxruntime": "export", "onnxscript": "export", "nibabel": "medical", "pydicom": "medical",
-    "pycocotools": "coco", "gradio": "app",
+    "pycocotools": "coco", "gradio": "app", "cv2": "boxes",
 }  # fmt: skip
 
 

@@ -231,8 +231,8 @@ def opencv() -> ModuleType:
         import cv2  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(
-            "Refining boxes by GrabCut needs OpenCV: pip install 'fasterisnet[boxes]' (or the package "
-            "'opencv-python-headless' itself), or leave refine_boxes off."
+            f"Refining boxes by GrabCut needs OpenCV (opencv-python-headless): {install('boxes')}, "
+            "or leave refine_boxes off."
         ) from error
     return cv2
 
