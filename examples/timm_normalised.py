@@ -9,7 +9,7 @@ import fasterisnet as fi
 
 torch.manual_seed(0)
 model = fi.create_model("timm:test_resnet", num_classes=2)
-config = timm.data.resolve_model_data_config(model)  # pyright: ignore[reportArgumentType]
+config = timm.data.resolve_model_data_config(model)
 mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
 
 
@@ -21,10 +21,10 @@ batches = [
     (normalised(images), labels, masks)
     for images, labels, masks in zip(*(tensor.split(32) for tensor in drawn(320)), strict=True)
 ]
-method = fi.Selective(heatmap_weight=0.8, box=fi.normalised_box(config["mean"], config["std"]))
+method = fi.Stochastic(heatmap_weight=0.7, box=fi.normalised_box(config["mean"], config["std"]))
 method.ranges = fi.calibrate(method, model, batches, epochs=1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for _ in range(4):
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for _ in range(5):
     for images, labels, masks in batches:
         loss = method.loss(model, images, labels, masks).total
         optimizer.zero_grad()

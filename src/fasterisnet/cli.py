@@ -162,8 +162,7 @@ def _add_train(commands: Any) -> None:
     p = _command(
         commands, "train", "Train a classifier on images, labels and masks.",
         "  fasterisnet train --data DIR --method selective --model resnet50 --epochs 50 --out runs/mine\n"
-        "  fasterisnet train --resume runs/mine        (goes on exactly where it was stopped)\n"
-        "  fasterisnet train --show-config             (every option, as YAML for --config)", _train,
+        "  fasterisnet train --resume runs/mine        (goes on exactly where it was stopped)", _train,
     )  # fmt: skip
     p.usage = "fasterisnet train --data DIR [--method NAME] [--model NAME] [option ...]"
     p.add_argument("--config", metavar="FILE", help="YAML file with options; those given here come on top")

@@ -27,8 +27,10 @@ def part_of(parts: tuple[str, ...]) -> str:
 
 @cache
 def imports() -> list[Import]:
-    """All of them, also those inside functions."""
-    return [found for path in sorted(PACKAGE.rglob("*.py")) for found in _imports_of(path)]
+    """All of them, also those inside functions; `pages` are texts that are written for others."""
+    return [
+        found for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "pages" for found in _imports_of(path)
+    ]
 
 
 def _imports_of(path: Path) -> Iterator[Import]:

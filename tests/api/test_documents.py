@@ -49,7 +49,7 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         pytest.importorskip(package, reason=f"to run this example: pip install {' '.join(NEEDS[name])}")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-    assert min(accuracies(capsys.readouterr().out)) >= 0.95
+    assert min(accuracies(capsys.readouterr().out)) >= 0.9
 
 
 def test_without_the_method_the_pixel_deceives(

@@ -65,7 +65,7 @@ METHODS = {"Original": fi.Original, "Dual": fi.Dual, "Selective": fi.Selective, 
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_a_loop(name: str, deep: bool, clip: float | None) -> None:
     """Plain epochs, then one that measures each batch before learning from it. Every map and depth, to 1e-10."""
-    method, net = METHODS[name](deep_supervision=deep), model()
+    method, net = METHODS[name](deep_supervision=deep, box=(0.0, 1.0)), model()
     ranges = fi.calibrate(method, net, batches(), epochs=2, optimizer=adam, clip=clip)
 
     plain, optimizer, sums = net.train(), adam(net.parameters()), {}

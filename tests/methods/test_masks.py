@@ -79,7 +79,7 @@ def test_channels_with_masks_of_their_own() -> None:
     model, images, labels, masks = Tester.batch()
     different = torch.cat([torch.zeros_like(masks), masks], 1)
     for depth in ("bn1", "layer1"):
-        method = fi.Selective(ranges=(0.3, 0.6), deep_supervision=[depth], box=None)
+        method = fi.Selective(ranges=(0.3, 0.6), deep_supervision=[depth], decay=0.9)
         maps = fi.explain(model, images, EtaOfLowest(), layers=[depth])
         assert isinstance(maps, dict)
         small = resize_masks(masks, maps[depth].shape[2:])

@@ -74,7 +74,7 @@ def test_penalty(name: str, check: str) -> None:
     getattr(Rival(name), f"check_{check}")()
 
 
-@pytest.mark.parametrize("name", ["RRR", "GAIN", "Energy", "Energy, z+", "Energy, gradient", "Distillation"])
+@pytest.mark.parametrize("name", ["RRR", "GAIN", "Energy", "Energy, z+", "Energy, gradient"])
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     Rival(name).check_gradient_with_zb()
 

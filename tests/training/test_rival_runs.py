@@ -21,15 +21,15 @@ from training.test_data_first import data, remove_masks, train
 __all__ = ["data"]
 
 OPTIONS: dict[str, Any] = {
-    "data": "drawn?per_class=8&size=16", "model": "small", "size": 16, "epochs": 2, "batch": 7, "lr": 0.02,
+    "data": "drawn?per_class=8&size=16", "model": "small", "size": 16, "epochs": 1, "batch": 7, "lr": 0.02,
     "workers": 0, "checkpoint_every": 2, "accelerator": "cpu", "tensorboard": False, "audit": 0,
+    "statistics_batches": 0,
 }  # fmt: skip
 RIVALS: dict[str, dict[str, Any]] = {
     "rrr": {"penalty": 10},
     "gain": {},
     "energy": {},
     "distillation": {},
-    "masked-input": {},
     "background-swap": {"feather": 1},
     "background-erase": {"fill": "noise"},
     "stochastic": {"augment_background": "swap", "feather": 1, "ranges": [0.1, 10]},
@@ -80,7 +80,7 @@ def test_cut_and_resumed_it_ends_with_the_same_bytes(
     update, count = loop.Training._update, iter(range(100))
 
     def cut(training: loop.Training) -> None:
-        if next(count) == 5:
+        if next(count) == 3:  # the last one was saved after the second
             raise KeyboardInterrupt
         update(training)
 
@@ -101,12 +101,11 @@ def test_a_run_can_begin_where_another_one_ended(teacher: Path, tmp_path: Path) 
         load_weights(model, tmp_path)
 
 
-@pytest.mark.parametrize("method", [name for name in RIVALS if name != "distillation"])
+@pytest.mark.parametrize("method", ["rrr", "gain", "background-swap"])
 def test_without_any_mask_they_say_so(method: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remove_masks(data)
     capsys.readouterr()
-    more = () if method == "stochastic" else ("--ranges", "null")
-    assert train(data, *more, method=method) == 1
+    assert train(data, method=method) == 1
     error = capsys.readouterr().err.strip()
     assert f"The method {method} needs to know where the object is, but none of the 12 training images" in error
     assert len(error.splitlines()) == 1

@@ -41,11 +41,12 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
 
 def table(recipe: Recipe, results: Results) -> str:
     """One line a row: mean over the seeds on every test, the paper's number in brackets."""
+    known = COSTS if any("parameters" in run for runs in results.values() for run in runs) else {}
     facts = [
         "largest gap, points",
         f"relevance in the background, {recipe.tests[-1]}",
         "training, min",
-        *COSTS,
+        *known,
         "command",
     ]
     head = ["row", "seeds", "samples", "epochs", *recipe.tests, *facts]
@@ -64,7 +65,7 @@ def table(recipe: Recipe, results: Results) -> str:
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = [str(run["config"]["seed"]) for run in runs]
         command = command_of(runs[0]["command"], seeds)
-        costs = [_times(runs, results.get("standard", []), cost) for cost in COSTS.values()]
+        costs = [_times(runs, results.get("standard", []), cost) for cost in known.values()]
         facts = [_gap(values), _attention(recipe, runs), f"{minutes:.1f}", *costs, f"`{command}`"]
         lines.append(f"| {' | '.join([row, ', '.join(seeds), samples, epochs, *cells, *facts])} |")
     machines = sorted({run["machine"] for runs in results.values() for run in runs})
@@ -77,7 +78,7 @@ def _step(run: dict[str, Any]) -> float | None:
     return run["training_seconds"] / updates if updates else None
 
 
-# What is compared with the standard classifier of the same recipe; results of older versions know the first alone.
+# What is compared with the standard classifier of the same recipe; results of older versions do not know all of it.
 COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "step, × standard": _step,
     "inference, × standard": lambda run: run.get("inference_milliseconds"),

@@ -84,6 +84,7 @@ class SmallMaps(TorchFunctionMode):
     """While entered, convolutions run as described above.
 
     Not where saved tensors are watched: gradient checkpointing runs the forward pass again outside, and compares.
+    Not with a weight that is computed: if the images have a part in it, it would pass a product that is no layer.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +92,7 @@ class SmallMaps(TorchFunctionMode):
         if func in CONVOLUTIONS and _WATCHED(False) is None:
             settings = dict(zip(NAMES, args, strict=False)) | kwargs
             x, weight, bias = settings.pop("input"), settings.pop("weight"), settings.pop("bias", None)
-            geometry = small(x, weight, **settings)
+            geometry = small(x, weight, **settings) if weight.is_leaf else None
             if geometry is not None:
                 return convolution(x, weight, bias, geometry)
         return func(*args, **kwargs)

@@ -204,10 +204,6 @@ class Walk:
         joined = what in ("Cat", "Stack", "CopySlices") and len(below) > 0
         return node is self.root[0] or ((one or joined) and all(n in self.affine for n in below))
 
-    def first(self, edge: Edge) -> bool:
-        """Whether a layer that reads this edge takes zB."""
-        return edge[0] in self.affine
-
     def bounds(self, edge: Edge, x: Tensor) -> tuple[Tensor, Tensor]:
         """The box where the first layer reads it: `x + A(l - images)`, A found from its derivative `A^T u`."""
         assert self.box is not None

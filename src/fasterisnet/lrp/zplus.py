@@ -238,10 +238,13 @@ def first_layer(at: Step) -> bool:
         return False
     edge = (at.node, 0) if found is None else found.edge
     path, (node, _) = descend(edge)
-    behind = norm(node) if node is not None and kind(node) in BATCH_NORMS and at.walk.active(node)[0] else None
-    made = unit(edge if behind is None else edges(node)[0], at.walk.active)
-    made = made if made is None or behind is None else made.behind(behind)
-    if made is None or not at.walk.first(made.layer.edge):
+    normed = node is not None and kind(node) in BATCH_NORMS and at.walk.active(node)[0]
+    made = unit(edges(node)[0] if normed else edge, at.walk.active)
+    if made is None or made.layer.edge[0] not in at.walk.affine:
+        return False
+    behind = norm(node) if normed else None
+    made = made if behind is None else made.behind(behind)
+    if made is None:
         return False
     inside = [(made.layer.node, 0), *([] if found is None else [found.edge, (node, 0)])]
     if at.walk.wants(*[e for e in inside if e[0] is not at.node]):

@@ -217,8 +217,8 @@ class Config:
     """A training run."""
 
     data: str = _option("", text, "folder, CSV, mnist[:DIR], dogs:DIR, xray:DIR or drawn")
-    method: str = _option("stochastic", one_of(*METHODS), ", ".join(METHODS))
-    model: str = _option("", text, "name in torchvision or timm, small, or package.module:function (resnet50)")
+    method: str = _option("stochastic", one_of(*METHODS), "stochastic, dual, background-swap, ...: see docs/methods.md")
+    model: str = _option("", text, "name in torchvision or timm, small, package.module:function (resnet50)")
     epochs: int = _option(100, whole(1), "passes over the training data")
     size: int = _option(224, whole(1), "pixels of the square the network sees")
     out: str = _option("", text, "run folder to create (default: runs/METHOD-MODEL)")
@@ -266,7 +266,7 @@ class Config:
     mask_share: float = _option(1.0, number(0, 1), "share of the training masks that is used", rare=True)
     zb: bool = _option(False, switch, "zB rule on the first layer", rare=True, argument="box")
     deep_supervision: Any = _option(
-        False, depths, "supervise hidden maps too: true, or module names", argument="deep_supervision"
+        False, depths, "supervise hidden maps too: true, or module names", rare=True, argument="deep_supervision"
     )
     maps_at_once: int = _option(
         0, whole(0), "original only: maps in memory together; 0 for all", rare=True, argument="maps_at_once"
