@@ -95,7 +95,7 @@ def test_what_is_automatic() -> None:
     assert 0.5 <= weights["stochastic"] < 1 and 0.5 <= weights["dual"] < 1 and weights["standard"] == "auto"
     for option in ("lr", "decay"):
         with pytest.raises(UsageError, match="auto, or a number"):
-            Config(data="D", **{option: "atuo"})
+            Config.of({"data": "D", option: "atuo"})
 
 
 @pytest.mark.parametrize("pixels", [1, 9, 784, 50176])

@@ -22,6 +22,7 @@ from fasterisnet.files import file_name, write_text
 from fasterisnet.lrp.explain import explain
 from fasterisnet.methods import method_class
 from fasterisnet.runs.card import Card
+from fasterisnet.runs.config import paper_weight
 from fasterisnet.runs.folder import Run
 
 SHOWN = 4
@@ -208,11 +209,12 @@ def background_line(run: Run, say: Callable[[str], None]) -> list[str]:
     first, last = losses[0], min(losses[-1], losses[0])
     if last <= max(FALLEN * first, NEARLY_NOTHING):
         return []
+    weight = paper_weight(config.method) if config.heatmap_weight is None else config.heatmap_weight
     default = "" if config.schedule != "constant" else "--schedule onecycle (the rate was constant), "
     line = (
         f"The background loss L1 has hardly fallen ({first:.2f} in the first epoch, {losses[-1]:.2f} in the last): the "
         f"network still looks at the background. Try, in this order, {default}more --epochs, a smaller --batch "
-        f"({config.batch}), a higher --heatmap-weight ({config.heatmap_weight}), another --lr ({config.lr:g}); "
+        f"({config.batch}), a higher --heatmap-weight ({weight}), another --lr ({config.lr:g}); "
         "docs/training.md says more."
     )
     say(line)
