@@ -16,7 +16,7 @@ from fasterisnet.methods.original import Original
 class GradInput(Original):
     """Ablation: Gradient*Input of every logit instead of LRP (paper: Gradient ISNet)."""
 
-    default_weight: ClassVar[float] = 0.8
+    default_weight: ClassVar[float] = 0.9
     rate: ClassVar[float] = 0.25
     rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
     uses_box: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class GradInput(Original):
 class SoftmaxGradInput(ISNet):
     """Ablation: Gradient*Input of the highest softmax probability."""
 
-    default_weight: ClassVar[float] = 0.8
+    default_weight: ClassVar[float] = 0.9
     rate: ClassVar[float] = 0.25
     rules_used: ClassVar[tuple[str, ...]] = ("gradient",)
     uses_box: ClassVar[bool] = False
