@@ -39,7 +39,7 @@ $(VENV)/package.stamp: pyproject.toml $(VENV)/lock.stamp
 	@touch $@
 
 test: lint  ## ruff, pyright and all tests
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: setup  ## ruff (lint and format) and pyright
 	$(BIN)/ruff check
