@@ -226,7 +226,7 @@ def _train(options: argparse.Namespace) -> int:
             )  # fmt: skip
     except KeyboardInterrupt as error:
         if is_first_process():
-            _say_error(f"{error or 'stopped'}; {resume_hint(config)}")
+            _say_error(f"{str(error) or 'stopped'}; {resume_hint(config)}")
         return getattr(error, "code", INTERRUPTED)
     except (UsageError, LostProcessError, NonFiniteError):
         raise
@@ -513,7 +513,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say_error(str(error))
         return USAGE if isinstance(error, UsageError) else FAILED
     except KeyboardInterrupt as error:
-        _say_error(f"{error or 'stopped'}")
+        _say_error(f"{str(error) or 'stopped'}")
         return getattr(error, "code", INTERRUPTED)
     except OSError as error:
         _say_error(str(error))

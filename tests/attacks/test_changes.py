@@ -180,7 +180,7 @@ def test_a_state_of_an_older_version_is_taken(
     old = {key: state[key] for key in ("model", "optimizer", "precision", "progress", "sums")}
     torch.save(old, run / "state.pt")
     assert main(["train", "--resume", str(run)]) == 0
-    assert "older version" in capsys.readouterr().out
+    assert "older version" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_paths_of_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

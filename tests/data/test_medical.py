@@ -336,6 +336,6 @@ def test_without_the_extra_it_is_named(
         (tmp_path / "train" / label).mkdir(parents=True)
         (tmp_path / "train" / label / file).write_bytes(b"x")
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(InputError, match=rf"{package}.*fasterisnet\[medical\]"):
+    with pytest.raises(InputError, match=rf"{package}.*\[medical\]"):
         open_source(tmp_path)
     assert check_data(tmp_path).found("cannot be opened") is not None

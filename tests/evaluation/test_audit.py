@@ -239,8 +239,8 @@ def test_what_cannot_be_audited(folder: Path, tmp_path: Path) -> None:
             audited(models, folder, tmp_path / "out")
     with pytest.raises(UsageError, match="say --trust"):
         audit(named("corner_reader"), str(folder), tmp_path / "out")
-    with pytest.raises(UsageError, match="no explainer 'gradcam'"):
-        Settings(explainers=("gradcam",))
+    with pytest.raises(UsageError, match="no explainer 'dowsing'"):
+        Settings(explainers=("dowsing",))
     with pytest.raises(UsageError, match="There is no split 'tset'"):
         audited(named("corner_reader"), folder, tmp_path / "out", split="tset")
     assert not (tmp_path / "out").exists()

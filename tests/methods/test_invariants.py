@@ -99,7 +99,7 @@ def test_masks_of_deep_maps_keep_every_foreground_pixel() -> None:
     model = filled(Residual().double()).eval()
     images, mask = pictures(1, 2, 8, 8), torch.zeros(1, 1, 8, 8)
     mask[0, 0, 5, 6] = 1
-    settings: dict[str, Any] = {"heatmap_weight": 1.0, "ranges": (1.0, 1.0), "foreground": "square"}
+    settings: dict[str, Any] = {"heatmap_weight": 1.0, "ranges": (1.0, 1.0), "foreground": "square", "box": (0, 1)}
     foreground = []
     for depth, size in (("layer1", 4), ("layer2", 2)):
         maps = fi.explain(model, images, torch.tensor([1]), box=(0, 1), layers=[depth])

@@ -13,6 +13,7 @@ from fasterisnet.data.base import Samples, Source, has_mask
 from fasterisnet.data.pictures import readable
 from fasterisnet.losses.gwrp import decay_for
 from fasterisnet.methods import Method, options_of
+from fasterisnet.methods.base import WITHOUT_EFFECT
 from fasterisnet.runs.config import Config
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _device(fabric: Fabric) -> str:
 def _method(method: Method, size: int) -> str:
     """Its name and its options, as they are used; size: of the images, from which an automatic d follows."""
     shown = []
-    for option in options_of(type(method)):
+    for option in (name for name in options_of(type(method)) if name not in WITHOUT_EFFECT):
         value = getattr(method, option, None)
         if option == "decay" and value == "auto":
             shown.append(f"d {decay_for(size**2):.4g}")
