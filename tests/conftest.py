@@ -5,7 +5,7 @@ import os
 import torch
 from hypothesis import core, settings
 
-from helpers.seeds import SEED
+from seeds import SEED
 
 settings.register_profile("fasterisnet", deadline=None, derandomize=SEED == 0)
 settings.load_profile("fasterisnet")

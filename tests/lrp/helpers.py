@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fasterisnet as fi
 from fasterisnet.errors import RuleError, RuleWarning
-from helpers.seeds import generator
+from seeds import generator
 
 M = TypeVar("M", bound=nn.Module)
 RULES = ["epsilon", "zplus", "gamma"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fasterisnet
-from helpers.seeds import generator
+from seeds import generator
 
 EPSILON = 0.01
 GAMMA = 0.25

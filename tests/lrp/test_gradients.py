@@ -24,7 +24,6 @@ from fasterisnet.lrp.targets import (
     Probability,
 )
 from fasterisnet.lrp.trace import Trace
-from helpers.seeds import generator
 from lrp.cases import (
     ACTIVATIONS,
     IN_PLACE,
@@ -61,6 +60,7 @@ from lrp.reference import (
     plain_gradient,
     randomise,
 )
+from seeds import generator
 
 CLASSES = torch.tensor([2, 0])
 TARGETS = {

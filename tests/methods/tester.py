@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fasterisnet as fi
 from fasterisnet.methods import Parts
 from fasterisnet.methods.base import Method
-from helpers.seeds import generator
+from seeds import generator
 
 M = TypeVar("M", bound=nn.Module)
 CLASSES = 3

@@ -69,7 +69,7 @@ def _write_result(run: Run, config: Config, result: Path, command: str, shown: s
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}",
         "config": vars(config),
         "training_samples": report["training_samples"],
-        "training_seconds": round(progress["seconds"], 1),
+        "training_seconds": round(progress["seconds"], 3),
         "best_epoch": report["epoch"],
         **_size_and_speed(run, trust),
         "tests": report["tests"],
