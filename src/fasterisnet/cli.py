@@ -177,7 +177,8 @@ def _add_train(commands: Any) -> None:
 
 def _add_options(p: argparse.ArgumentParser) -> None:
     """Every option of a run."""
-    from fasterisnet.runs.config import Config, pretrained, switch
+    from fasterisnet.runs.config import Config
+    from fasterisnet.runs.values import pretrained, switch
 
     p.add_argument(
         "--preset", metavar="X", dest="option_preset", default=argparse.SUPPRESS,

@@ -18,8 +18,9 @@ from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.methods import Method, method_class, options_of
-from fasterisnet.runs.config import AUTO, Config, paper_weight
+from fasterisnet.runs.config import Config, paper_weight
 from fasterisnet.runs.inputs import preparation_of
+from fasterisnet.runs.values import AUTO
 
 
 def method_options(config: Config) -> dict[str, Any]:
