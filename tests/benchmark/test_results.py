@@ -10,7 +10,7 @@ import pytest
 
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished, read_results
-from fasterisnet.benchmark.tables import table
+from fasterisnet.benchmark.tables import table, write_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,18 @@ def test_the_page_has_the_table_of_the_result_files(name: str, tmp_path: Path) -
     recipe = Recipe.read(name)
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert table(recipe, read_results(tmp_path, list(recipe.rows))) in page
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_one_command_makes_tables_and_figures_again_byte_for_byte(name: str, tmp_path: Path) -> None:
+    folder = ROOT / "results" / name
+    for path in published(name):
+        shutil.copy(path, tmp_path)
+        shutil.copy(path.with_suffix(".safetensors"), tmp_path)
+    write_tables(Recipe.read(name), tmp_path)
+    made = [path for path in tmp_path.iterdir() if "-seed" not in path.name]
+    assert {"table.md", "details.md", "heatmaps.png"} <= {path.name for path in made}
+    assert [path.name for path in made if path.read_bytes() != (folder / path.name).read_bytes()] == []
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -286,9 +286,11 @@ def test_mistakes_in_recipes(content: str, message: str, tmp_path: Path) -> None
         Recipe.read("mnist", str(tmp_path / "recipe.yaml"))
 
 
+@pytest.mark.parametrize("file", [None, "paper"])
 @pytest.mark.parametrize("name", ["mnist", "dogs", "xray"])
-def test_the_recipes_of_the_package_are_valid(name: str, tmp_path: Path) -> None:
-    recipe = Recipe.read(name)
+def test_the_recipes_of_the_package_are_valid(name: str, file: str | None, tmp_path: Path) -> None:
+    recipe = Recipe.read(name, file)
+    assert recipe.name == (f"{name}-paper" if file else name)
     for row in recipe.rows:
         config = recipe.config(row, 1, "DIR", tmp_path, {})
         assert config.data.startswith(f"{name}:DIR") and config.seed == 1

@@ -21,10 +21,11 @@ from fasterisnet.runs.report import read, viewable
 SHOWN = 4
 
 
-def save_maps(run: Run, samples: Samples, path: Path, *, trust: bool = False) -> None:
+def save_maps(run: Run, samples: Samples, path: Path, *, outlines: bool = False, trust: bool = False) -> None:
     """Test samples of different classes, their masks, and the map of their true class.
 
-    Epsilon, and zB at the first layer if the network begins with one that zB applies to.
+    Epsilon, and zB at the first layer if the network begins with one that zB applies to. outlines: white in place of
+    the samples, for those that must not be shown; their masks say what is where.
     """
     model, card = run.load_model(trust=trust)
     images, masks, found = read(samples, _of_different_classes(samples, SHOWN), card)
@@ -33,7 +34,8 @@ def save_maps(run: Run, samples: Samples, path: Path, *, trust: bool = False) ->
         maps = explain(model, images, labels, box=card.prepare.box)
     except RuleError:
         maps = explain(model, images, labels)
-    content = {"images": viewable(images, card), "masks": masks, "maps": maps.sum(1).nan_to_num()}
+    shown = torch.ones_like(images) if outlines else viewable(images, card)
+    content = {"images": shown, "masks": masks, "maps": maps.sum(1).nan_to_num()}
     write_bytes(path, save({key: value.contiguous() for key, value in content.items()}))
 
 
@@ -61,7 +63,11 @@ def heatmap_grid(files: dict[str, Path], path: Path) -> list[str]:
     if not contents:
         return []
     first = next(iter(contents.values()))
-    maps = {row: c["maps"] for row, c in contents.items() if torch.equal(c["images"], first["images"])}
+    maps = {
+        row: content["maps"]
+        for row, content in contents.items()
+        if all(torch.equal(content[key], first[key]) for key in ("images", "masks"))
+    }
     save_figure(heatmap_figure(first["images"], maps, first["masks"], layout="columns"), path)
     return [row for row in contents if row not in maps]
 

@@ -17,6 +17,7 @@ from fasterisnet.methods import METHODS
 from fasterisnet.runs.config import Config, nearest
 
 OPTIONS = ["preset", *(option.name for option in fields(Config))]
+PAPER = "paper"  # the recipe of the paper, where the one of a name is another
 OWN = {"data": "--data", "seed": "--seeds", "out": "--runs"}  # options that an experiment gives its runs itself
 
 
@@ -24,7 +25,8 @@ OWN = {"data": "--data", "seed": "--seeds", "out": "--runs"}  # options that an 
 class Recipe:
     """An experiment: what its rows share, the rows, the splits that test them and what the paper has for each.
 
-    quick: what a look at all of them changes, with `common` and `rows` of its own.
+    outlines: pictures of the data must not be shown, only the outlines of their masks. quick: what a look at all of
+    the rows changes, with `common` and `rows` of its own.
     """
 
     name: str
@@ -35,12 +37,14 @@ class Recipe:
     rows: dict[str, dict[str, Any]]
     paper: dict[str, list[float | None]]
     metric: str = "accuracy"
+    outlines: bool = False
     quick: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, name: str, file: str | None = None) -> Recipe:
-        """The recipe that comes with the package, or a file."""
-        source = Path(file) if file else resources.files("fasterisnet.benchmark") / "recipes" / f"{name}.yaml"
+        """The recipe that comes with the package, the one with the paper's settings ("paper"), or a file."""
+        own = {None: f"{name}.yaml", PAPER: f"{name}-paper.yaml"}
+        source = resources.files("fasterisnet.benchmark") / "recipes" / own[file] if file in own else Path(str(file))
         what = f"The recipe {file or name}"
         try:
             content = yaml.safe_load(read_file(Path(str(source)), pipes=True).decode("utf-8"))
@@ -54,13 +58,13 @@ class Recipe:
             if key not in known:
                 raise UsageError(f"{what} has an unknown key '{key}'{nearest(str(key), known)}")
         for key in known:
-            if key not in (*content, "metric", "quick"):
+            if key not in (*content, "metric", "outlines", "quick"):
                 raise UsageError(f"{what} has no '{key}'.")
         for row, options in {"common": content["common"], **content["rows"]}.items():
             for option in options:
                 if option not in (*OPTIONS, "data_options") or option in OWN:
                     raise UsageError(f"{what}, {row}: '{option}' is not an option here{nearest(option, OPTIONS)}")
-        return cls(name=name, **content)
+        return cls(name=f"{name}-paper" if file == PAPER else name, **content)
 
     def with_all_methods(self) -> Recipe:
         """With a row, of the method's name, for every method that no row trains."""

@@ -44,8 +44,8 @@ def begun(config: Config) -> bool:
     return True
 
 
-def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: str, *, trust: bool = False) -> None:
-    """One run, from wherever it is to its result file; `shown` is the split whose samples are explained in pictures."""
+def run_row(recipe: Recipe, config: Config, goes_on: bool, result: Path, command: str, *, trust: bool = False) -> None:
+    """One run, from wherever it is to its result file."""
     with Terminal() as watcher:
         if is_first_process():
             watcher.say(f"--- {result.stem}{' (going on)' if goes_on else ''}")
@@ -53,14 +53,14 @@ def run_row(config: Config, goes_on: bool, result: Path, command: str, shown: st
         if is_first_process() and config.audit:
             audit_run(run, config.audit, watcher.say, trust=trust)
     if is_first_process():
-        _write_result(run, config, result, command, shown, trust)
+        _write_result(recipe, run, config, result, command, trust)
 
 
-def _write_result(run: Run, config: Config, result: Path, command: str, shown: str, trust: bool) -> None:
-    """The maps first: a run with a result file is finished."""
-    source = source_of(config)
+def _write_result(recipe: Recipe, run: Run, config: Config, result: Path, command: str, trust: bool) -> None:
+    """Maps of samples of the first test come first: a run with a result file is finished."""
+    shown = source_of(config).split(recipe.tests[0])
     try:
-        save_maps(run, source.split(shown), result.with_suffix(".safetensors"), trust=trust)
+        save_maps(run, shown, result.with_suffix(".safetensors"), outlines=recipe.outlines, trust=trust)
     except FasterISNetError as error:
         print(f"No picture of {result.stem}: {error}")
     report, progress = run.report or {}, (run.load_state() or {})["progress"]
@@ -70,6 +70,7 @@ def _write_result(run: Run, config: Config, result: Path, command: str, shown: s
         "config": vars(config),
         "training_samples": report["training_samples"],
         "training_seconds": round(progress["seconds"], 3),
+        "processor_seconds": round(progress["processor_seconds"], 3),
         "best_epoch": report["epoch"],
         **_size_and_speed(run, trust),
         "tests": report["tests"],
@@ -125,7 +126,7 @@ def main(options: argparse.Namespace) -> int:
         for run, config in plan.items():
             if run not in done:
                 command = _command(options, *run)
-                run_row(config, run in goes_on, files[run], command, recipe.tests[0], trust=options.trust)
+                run_row(recipe, config, run in goes_on, files[run], command, trust=options.trust)
             elif is_first_process():
                 data = read_result(files[run])["config"]["data"]
                 print(f"{files[run].stem} is finished ({data}); from scratch: --runs NEW --results NEW/results")

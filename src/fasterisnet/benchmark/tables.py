@@ -14,16 +14,23 @@ from fasterisnet.benchmark.results import Results, read_results
 from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, save_figure
+from fasterisnet.evaluation.intervals import Estimate
+from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.files import write_text
+
+FEW = 5  # classes that have a column each
+DRAWS = 20_000  # an interval to three digits
+MORE = {"macro AUC": "macro_auc", "relevance in the background": "background_mass"}
 
 
 def write_tables(recipe: Recipe, folder: Path) -> str:
-    """table.md, accuracy.png, heatmaps.png and f.png, of the first seed of each row; returns the table."""
+    """table.md, which it returns, and details.md; of the first seed of each row accuracy.png, heatmaps.png, f.png."""
     results = read_results(folder, list(recipe.rows))
     if not results:
         raise InputError(f"{folder} has no finished run yet.")
     content = table(recipe, results)
     write_text(folder / "table.md", content + "\n")
+    write_text(folder / "details.md", details(recipe, results) + "\n")
     histories = {row: _history(recipe, runs[0]["epochs"]) for row, runs in results.items()}
     histories = {row: history for row, history in histories.items() if history}
     if histories:
@@ -41,11 +48,12 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
 
 def table(recipe: Recipe, results: Results) -> str:
     """One line a row: mean over the seeds on every test, the paper's number in brackets."""
-    known = COSTS if any("parameters" in run for runs in results.values() for run in runs) else {}
+    every = [run for runs in results.values() for run in runs]
+    known = COSTS if any("parameters" in run for run in every) else {}
     facts = [
         "largest gap, points",
         f"relevance in the background, {recipe.tests[-1]}",
-        "training, min",
+        f"training, {'processor ' if all('processor_seconds' in r for r in every) else ''}min",
         *known,
         "command",
     ]
@@ -60,7 +68,7 @@ def table(recipe: Recipe, results: Results) -> str:
         papers = recipe.paper.get(row, [None] * len(recipe.tests))
         values = [[run["tests"].get(test, {}).get(recipe.metric) for run in runs] for test in recipe.tests]
         cells = [_cell(v, p) for v, p in zip(values, papers, strict=True)]
-        minutes = statistics.mean(run["training_seconds"] for run in runs) / 60
+        minutes = statistics.mean(map(_seconds, runs)) / 60
         epochs = "/".join(sorted({str(run["config"]["epochs"]) for run in runs}))
         samples = "/".join(sorted({f"{run['training_samples']:,}" for run in runs}))
         seeds = [str(run["config"]["seed"]) for run in runs]
@@ -68,14 +76,47 @@ def table(recipe: Recipe, results: Results) -> str:
         costs = [_times(runs, results.get("standard", []), cost) for cost in known.values()]
         facts = [_gap(values), _attention(recipe, runs), f"{minutes:.1f}", *costs, f"`{command}`"]
         lines.append(f"| {' | '.join([row, ', '.join(seeds), samples, epochs, *cells, *facts])} |")
-    machines = sorted({run["machine"] for runs in results.values() for run in runs})
+    machines = sorted({run["machine"] for run in every})
     return "\n".join([*lines, "", f"Machine: {'; '.join(machines)}."])
+
+
+def details(recipe: Recipe, results: Results) -> str:
+    """One line a run and test: what its confusion matrix leaves open, F1 by class if they are few, AUC, background."""
+    tests = [(row, run, test) for row, runs in results.items() for run in runs for test in recipe.tests]
+    tests = [(row, run, test) for row, run, test in tests if run["tests"].get(test)]
+    classes = list(tests[0][1]["tests"][tests[0][2]]["per_class"]) if tests else []
+    classes = classes if len(classes) <= FEW else []
+    head = ["row", "seed", "test", "samples", "accuracy", "macro F1", *(f"F1 {c}" for c in classes), *MORE]
+    lines = [
+        "posterior mean and 95 % highest-density interval (flat Dirichlet priors); AUC and background as measured",
+        "",
+        f"| {' | '.join(head)} |",
+        "| --- " * len(head) + "|",
+    ]
+    for row, run, test in tests:
+        found = run["tests"][test]
+        known = posterior(found["confusion"], draws=DRAWS)
+        there = [any(answers) for answers in found["confusion"]]
+        cells = [_estimate(known.accuracy), _estimate(known.macro["f1"]) if all(there) else "-"]
+        cells += [_estimate(known.per_class[i]["f1"]) if there[i] else "-" for i in range(len(classes))]
+        cells += [f"{found[key]:.3f}" if found.get(key) is not None else "-" for key in MORE.values()]
+        lines.append(f"| {' | '.join([row, str(run['config']['seed']), test, str(found['samples']), *cells])} |")
+    return "\n".join(lines)
+
+
+def _estimate(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _seconds(run: dict[str, Any]) -> float:
+    """Of training: processor time, which others on the machine hardly change; older results have the clock's."""
+    return run.get("processor_seconds", run["training_seconds"])
 
 
 def _step(run: dict[str, Any]) -> float | None:
     """Seconds of training for each update."""
     updates = run["epochs"][-1].get("updates") if run["epochs"] else None
-    return run["training_seconds"] / updates if updates else None
+    return _seconds(run) / updates if updates else None
 
 
 # What is compared with the standard classifier of the same recipe; results of older versions do not know all of it.

@@ -62,6 +62,41 @@ def data_of(source: Source, data: str, threads: int) -> State:
     return {"classes": list(source.classes), "multi_label": source.multi_label, "splits": rows}
 
 
+def epochs_of(state: State, config: Config) -> int:
+    """How many epochs a run was to have when its state was saved."""
+    return int(state.get("options", {}).get("epochs", config.epochs))
+
+
+def why_not(
+    state: State, config: Config, data: State, source: Source, folder: str, *, data_changed_ok: bool
+) -> str | None:
+    """Why a run must not go on from its state with these options and this data; None if it may."""
+    try:
+        before, now = epochs_of(state, config), config.epochs
+        if before > now or (before < now and not state["progress"]["finished"]):
+            return (
+                f"{folder} was begun with epochs = {before}, not {now}; epochs can be added, not taken away, and "
+                "to a run that has ended."
+            )
+        options = changed_options(state.get("options", {}), {**options_of(config), "epochs": before})
+        if options is not None and "options" in state:
+            return f"{folder} was begun with {options}; put config.yaml back, or train into another --out."
+        if "data" not in state:
+            return None
+        classes = changed_classes(state["data"], data)
+        if classes is not None:
+            return f"{folder} cannot go on: {classes}."
+        changes = None if data_changed_ok else changed_data(state["data"], data, source)
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"{folder}/state.pt does not say what its data was ({error}); restore a copy, or train again."
+    if changes is None:
+        return None
+    return (
+        f"The data of {folder} has changed: {changes}. Put it back; or say --data-changed-ok to go on with other data "
+        "than it was begun with."
+    )
+
+
 def changed_options(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The first option that has another value, as `key = value, not value`; younger options had no effect."""
     defaults = options_of(Config.of({"data": "any", "preset": "paper"}))

@@ -42,7 +42,7 @@ from fasterisnet.training.setup import (
     learning_rate,
     weights_of,
 )
-from fasterisnet.training.state import Progress, stage_of
+from fasterisnet.training.state import Moment, Progress, stage_of
 from fasterisnet.training.statistics import measure_statistics
 from fasterisnet.training.step import LoggedStep, averages, validate, watch
 from fasterisnet.training.stopping import Signals, Stopped
@@ -99,7 +99,7 @@ class Training:
         self.progress = Progress()
         self.sums = torch.zeros(len(self.logged.sums), dtype=torch.float64)
         self.board = Board(run.folder) if config.tensorboard and fabric.is_global_zero else None
-        self.clock: float | None = None
+        self.clock: Moment | None = None
         self.saved = time.monotonic()
         for name, loader in {config.validation: self.splits.validation, **self.splits.watched}.items():
             loader.heard = partial(watcher.work, name)
@@ -182,10 +182,11 @@ class Training:
             return
         path = self.run.path("state.pt")
         self._check_same(state, data_changed_ok)
+        epochs_before = fingerprint.epochs_of(state, self.config)
         try:
             self.progress = Progress(**state["progress"])
             batches = self.loader.batches.count() if not data_changed_ok else 2**53
-            self.progress.check(self._epochs_before(state), batches, early=self.config.early_stopping > 0)
+            self.progress.check(epochs_before, batches, early=self.config.early_stopping > 0)
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self._check_momentum()
@@ -195,7 +196,7 @@ class Training:
             raise InputError(f"{path} does not fit this run: {error}") from error
         if isinstance(self.method, Guided):
             self.method.skipped = self.progress.skipped
-        if self._epochs_before(state) < self.config.epochs:
+        if epochs_before < self.config.epochs:
             self._extend()
         if self.progress.stretches:  # stages are those of the epochs that the run began with
             self.stages = [0, *self.method.plan(self.progress.stretches[0][0]), self.config.epochs]
@@ -203,10 +204,6 @@ class Training:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
         if not self.progress.finished:
             self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
-
-    def _epochs_before(self, state: dict[str, Any]) -> int:
-        """How many epochs the run was to have when the state was saved."""
-        return int(state.get("options", {}).get("epochs", self.config.epochs))
 
     def _extend(self) -> None:
         """More epochs for a run that had ended: config.yaml says so from now on; its report and audit are past."""
@@ -246,47 +243,21 @@ class Training:
         return fingerprint.data_of(self.source, self.config.data, max(self.config.workers, 1))
 
     def _check_same(self, state: dict[str, Any], data_changed_ok: bool) -> None:
-        problem = self._difference(state, data_changed_ok) if self.fabric.is_global_zero else None
+        problem = None
+        if self.fabric.is_global_zero:
+            problem = fingerprint.why_not(
+                state, self.config, self.data, self.source, str(self.run.folder), data_changed_ok=data_changed_ok
+            )
         problem = self.fabric.broadcast(problem)
         if problem is not None:
             raise UsageError(problem)
-
-    def _difference(self, state: dict[str, Any], data_changed_ok: bool) -> str | None:
-        folder = self.run.folder
-        try:
-            before, now = self._epochs_before(state), self.config.epochs
-            if before > now or (before < now and not state["progress"]["finished"]):
-                return (
-                    f"{folder} was begun with epochs = {before}, not {now}; epochs can be added, not taken away, and "
-                    "to a run that has ended."
-                )
-            given = {**fingerprint.options_of(self.config), "epochs": before}
-            options = fingerprint.changed_options(state.get("options", {}), given)
-            if options is not None and "options" in state:
-                return f"{folder} was begun with {options}; put config.yaml back, or train into another --out."
-            if "data" not in state:
-                return None
-            classes = fingerprint.changed_classes(state["data"], self.data)
-            if classes is not None:
-                return f"{folder} cannot go on: {classes}."
-            data = fingerprint.changed_data(state["data"], self.data, self.source)
-        except (KeyError, TypeError, AttributeError) as error:
-            return (
-                f"{self.run.path('state.pt')} does not say what its data was ({error}); restore a copy, or train again."
-            )
-        if data is not None and not data_changed_ok:
-            return (
-                f"The data of {folder} has changed: {data}. Put it back; or say --data-changed-ok to go on with other "
-                "data than it was begun with."
-            )
-        return None
 
     # --- epochs ----------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """All epochs that are left."""
         while not self.progress.finished:
-            begin = self.clock = time.perf_counter()
+            begin = self.clock = Moment()
             self.loader.waited = 0.0
             self.method.set_epoch(self.progress.epoch)
             self.method.epoch_begins(self.model)
@@ -296,7 +267,7 @@ class Training:
                     self._count_seconds()
                     self._keep(MINUTE)
                 self.clock = None
-                trained = time.perf_counter() - begin
+                trained = time.perf_counter() - begin.wall
                 self._finish_epoch(trained, self.loader.waited / trained)
             except LoadingError:
                 self._save_at_once()
@@ -323,8 +294,9 @@ class Training:
     def _count_seconds(self) -> None:
         """Adds what training took since the last call; nothing outside an epoch's training."""
         if self.clock is not None:
-            now = time.perf_counter()
-            self.progress.seconds += now - self.clock
+            now = Moment()
+            self.progress.seconds += now.wall - self.clock.wall
+            self.progress.processor_seconds += now.processor - self.clock.processor
             self.clock = now
 
     def _train_epoch(self) -> None:

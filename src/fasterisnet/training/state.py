@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 from fasterisnet.runs.config import Config
@@ -14,9 +15,21 @@ def stage_of(bounds: list[int], epoch: int) -> tuple[int, int]:
     return max(b for b in bounds if b <= epoch), min(b for b in bounds if b > epoch)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Now, by the clock and in processor time."""
+
+    wall: float = field(default_factory=time.perf_counter)
+    processor: float = field(default_factory=time.process_time)
+
+
 @dataclass
 class Progress:
-    """Where a run is. stretches: epoch and updates at which epochs were added to a run that had ended."""
+    """Where a run is.
+
+    seconds and processor_seconds: what training took the first process, by the clock and in all its threads.
+    stretches: epoch and updates at which epochs were added to a run that had ended.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -27,6 +40,7 @@ class Progress:
     in_a_row: int = 0
     finished: bool = False
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     rows: list[Row] = field(default_factory=list)
     stretches: list[list[int]] = field(default_factory=list)
 
@@ -53,7 +67,7 @@ class Progress:
         counts = (self.epoch, self.batch, self.updates, self.skipped, self.in_a_row, self.best_epoch + 1)
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError("a count is not a number from 0 on")
-        if not all(type(value) in (int, float) for value in (self.best_loss, self.seconds)):
+        if not all(type(value) in (int, float) for value in (self.best_loss, self.seconds, self.processor_seconds)):
             raise ValueError("a loss or time is not a number")
         if self.epoch > epochs or self.batch > batches or self.best_epoch >= max(self.epoch, 1):
             raise ValueError(f"epoch {self.epoch + 1}, batch {self.batch} of {batches} does not exist in this run")
