@@ -204,6 +204,29 @@ def test_an_onnx_file_has_causal_tests_only(folder: Path, tmp_path: Path, batch:
     assert "cannot be looked into" in check_page(tmp_path / "out" / "audit.html").text
 
 
+def test_files_that_say_how_to_feed_them_are_fed_so(folder: Path, tmp_path: Path) -> None:
+    """What `export` writes into an ONNX file, and a run into its weights, counts as it does for a run."""
+    prepare = Preparation(size=SIZE, mean=(0.5, 0.5, 0.5), std=(0.1, 0.2, 0.3), fit="pad")
+    order = NAMES[::-1]
+    onnx_reader(tmp_path / "net.onnx", object_reader(), "batch")
+    model = onnx.load(tmp_path / "net.onnx")
+    told = {**prepare.to_dict(), "classes": order, "multi_label": False, "model": "small", "method": "dual", "epoch": 3}
+    helper.set_model_props(model, {key: json.dumps(value) for key, value in {**told, "weights_sha256": "x"}.items()})
+    onnx.save(model, tmp_path / "net.onnx")
+    card = Card("small", order, False, prepare.to_dict(), "dual", False, 3, None)
+    Run(tmp_path / "mine").save_weights(build_model("small", 3).state_dict(), card)
+    models = [str(tmp_path / "net.onnx"), f"small@{tmp_path / 'mine' / 'best.safetensors'}", str(tmp_path / "mine")]
+    found = audited(models, folder, tmp_path / "out")
+    assert found["classes"] == order
+    assert [m["preparation"] for m in found["models"]] == [prepare.to_dict()] * 3
+    assert [m["method"] for m in found["models"]] == ["dual"] * 3
+    assert found["models"][1]["causal"] == found["models"][2]["causal"]
+    helper.set_model_props(model, {"weights_sha256": "1", "classes": '["a", "a"]'})
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(InputError, match="does not say clearly"):
+        audited([str(tmp_path / "net.onnx")], folder, tmp_path / "out")
+
+
 def test_damaged_onnx(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(InputError, match="cannot be read as ONNX"):
