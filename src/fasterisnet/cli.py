@@ -488,7 +488,7 @@ def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
 
 def _say_error(text: str) -> None:
     """One line; of several processes of a run only the first one speaks of what all of them know."""
-    print(f"fasterisnet: {text}", file=sys.stderr)
+    print(f"fasterisnet: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _known_to_all(error: FasterISNetError) -> bool:
