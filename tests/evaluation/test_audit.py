@@ -21,12 +21,14 @@ from fasterisnet.audit.audit import Settings, audit
 from fasterisnet.audit.verdict import decide
 from fasterisnet.cli import main
 from fasterisnet.data.preparation import Preparation
+from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.causal import Causal, Effect
 from fasterisnet.evaluation.intervals import Estimate
 from fasterisnet.models import build_model
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.folder import Run
+from fasterisnet.runs.report import check_classes
 
 NAMES = ["a red one", "blue", "crimson"]  # in the order of the alphabet, as classes are
 HOSTILE = ["<script>alert(1)<", 'b" onload="x', "c|d&amp;'e"]
@@ -369,6 +371,16 @@ def test_several_labels(tmp_path: Path) -> None:
     assert found["verdict"] == "uses the background"
     assert found["models"][0]["performance"]["auc"].keys() == set(found["classes"])
     check_page(tmp_path / "out" / "audit.html")
+
+
+def test_one_label_and_several_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """The names of the classes may be the same."""
+    card = Card("small", NAMES, True, PREPARE.to_dict(), "standard", False, 1, None)
+    Run(tmp_path / "mine").save_weights(build_model("small", 3).state_dict(), card)
+    with pytest.raises(UsageError, match="crimson, of which several can be true; the data has"):
+        audited([str(tmp_path / "mine")], folder, tmp_path / "out")
+    with pytest.raises(InputError, match="trained for several labels at once, the data has one label an image"):
+        check_classes(card, open_source(str(folder)))
 
 
 def one_logit() -> nn.Module:

@@ -53,9 +53,10 @@ def audit(
     for subject in subjects:
         known = None if subject.classes is None else (subject.classes, subject.multi_label)
         if known not in (None, (source.classes, source.multi_label)):
+            kinds = {True: ", of which several can be true", False: ""}
             raise UsageError(
-                f"'{subject.name}' knows the classes {', '.join(subject.classes or [])}; the data has "
-                f"{', '.join(source.classes)}. Name folders or labels alike."
+                f"'{subject.name}' knows the classes {', '.join(subject.classes or [])}{kinds[subject.multi_label]}; "
+                f"the data has {', '.join(source.classes)}{kinds[source.multi_label]}. Name folders or labels alike."
             )
     samples, unread = _readable(_chosen(source.split(split), settings))
     groups = groups_of(samples)
