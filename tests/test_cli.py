@@ -122,6 +122,9 @@ def test_explain_takes_folders(
     assert main([*command, "--masks", str(tmp_path / "masks")]) == 0
     assert len(capsys.readouterr().out.split()) == 2
     assert [p.relative_to(tmp_path) for p in read] == [Path("masks/cross/1.png"), Path("masks/disc/0.png")]
+    Image.new("L", (7, 9), 255).save(tmp_path / "masks" / "disc" / "0.png")
+    assert main([*command, "--masks", str(tmp_path / "masks")]) == 1
+    assert "but its mask 7 x 9" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["explain", str(run), str(tmp_path / "empty")]) == 2
     assert "no image files" in capsys.readouterr().err

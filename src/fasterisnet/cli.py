@@ -373,7 +373,7 @@ def _add_audit(commands: Any) -> None:
     p.add_argument("--batch", type=_count, default=32)
     p.add_argument("--seed", type=_amount, default=0)
     _add_accelerator(p)
-    for_others = p.add_argument_group("how images become input, for models that are no runs")
+    for_others = p.add_argument_group("how images become input, for models whose files do not say it")
     for_others.add_argument("--size", type=_count, default=224, help="pixels of the square (default: %(default)s)")
     for_others.add_argument("--channels", type=_count, default=3)
     for_others.add_argument("--mean", type=float, nargs="+", default=[], help="normalisation (default: none)")
@@ -488,7 +488,7 @@ def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
 
 def _say_error(text: str) -> None:
     """One line; of several processes of a run only the first one speaks of what all of them know."""
-    print(f"fasterisnet: {text}", file=sys.stderr)
+    print(f"fasterisnet: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _known_to_all(error: FasterISNetError) -> bool:

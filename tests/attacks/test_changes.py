@@ -145,6 +145,20 @@ def test_the_calibration_has_to_be_the_same(how: str, place: Path, capsys: pytes
     assert "calibration.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("which", ["stopped", "finished"])
+@pytest.mark.parametrize("name", ["state.pt", "best.safetensors"])
+def test_what_a_run_goes_on_from_has_to_be_there(
+    name: str, which: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it the run would begin anew over its results, or say that it has weights which are gone."""
+    run = copied(request.getfixturevalue(which), tmp_path)
+    (run / name).unlink()
+    kept = {path: path.read_bytes() for path in run.glob("*.*")}
+    assert main(["train", "--resume", str(run)]) == 1
+    assert f"{name} is gone" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.glob("*.*")} == kept
+
+
 def test_files_that_a_run_began_with_are_not_needed_again(tmp_path: Path) -> None:
     """`ranges: FILE` may be edited and `pretrained: FILE` removed; the run has what it needs of them."""
     from fasterisnet.models import build_model

@@ -36,6 +36,9 @@ def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         (["--accelerator", ABSENT], f"accelerator '{ABSENT}' cannot be had"),
         (["--epochs", "9" * 5000], "epochs is"),
         (["--mean", "[.nan, 0, 0]", "--std", "[1, 1, 1]"], "mean is"),
+        (["--model", "training.nets:with_softmax"], "ends with a softmax"),
+        (["--model", "training.nets:frozen"], "no parameter that can be trained"),
+        (["--model", "training.nets:Careless"], "cannot take images of 16 px"),
     ],
 )
 def test_options(

@@ -64,6 +64,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-300])
 
 
+def several_pictures(folder: Path) -> None:
+    pages = [Image.open(folder / f"train/cat/{i}.png").convert("L") for i in range(3)]
+    pages[1].save(folder / "train/cat/1.png", format="TIFF", save_all=True, append_images=[pages[0], pages[2]])
+
+
 SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
     "truncated image": (lambda d: cut(d / "train/cat/1.png"), {"image": 1}, "train/cat/1.png"),
     "empty image": (lambda d: (d / "test/dog/1.png").write_bytes(b""), {"image": 1}, "test/dog/1.png"),
@@ -90,6 +95,12 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         {"gray": 1, "full": 0},
         "masks/val/dog/0.png",
     ),
+    "inverted masks": (
+        lambda d: [save(path, 255 - SHAPE) for path in (d / "masks").rglob("*.png")],
+        {"inverted": 1},
+        "masks/train/cat/0.png",
+    ),
+    "several pictures": (several_pictures, {"pages": 1}, "train/cat/1.png: holds 3 pictures"),
     "class numbers": (
         lambda d: save(d / "masks/val/dog/0.png", SHAPE // 85),
         {"labels": 1},

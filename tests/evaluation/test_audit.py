@@ -21,12 +21,14 @@ from fasterisnet.audit.audit import Settings, audit
 from fasterisnet.audit.verdict import decide
 from fasterisnet.cli import main
 from fasterisnet.data.preparation import Preparation
+from fasterisnet.data.sources import open_source
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.causal import Causal, Effect
 from fasterisnet.evaluation.intervals import Estimate
 from fasterisnet.models import build_model
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.folder import Run
+from fasterisnet.runs.report import check_classes
 
 NAMES = ["a red one", "blue", "crimson"]  # in the order of the alphabet, as classes are
 HOSTILE = ["<script>alert(1)<", 'b" onload="x', "c|d&amp;'e"]
@@ -204,6 +206,29 @@ def test_an_onnx_file_has_causal_tests_only(folder: Path, tmp_path: Path, batch:
     assert "cannot be looked into" in check_page(tmp_path / "out" / "audit.html").text
 
 
+def test_files_that_say_how_to_feed_them_are_fed_so(folder: Path, tmp_path: Path) -> None:
+    """What `export` writes into an ONNX file, and a run into its weights, counts as it does for a run."""
+    prepare = Preparation(size=SIZE, mean=(0.5, 0.5, 0.5), std=(0.1, 0.2, 0.3), fit="pad")
+    order = NAMES[::-1]
+    onnx_reader(tmp_path / "net.onnx", object_reader(), "batch")
+    model = onnx.load(tmp_path / "net.onnx")
+    told = {**prepare.to_dict(), "classes": order, "multi_label": False, "model": "small", "method": "dual", "epoch": 3}
+    helper.set_model_props(model, {key: json.dumps(value) for key, value in {**told, "weights_sha256": "x"}.items()})
+    onnx.save(model, tmp_path / "net.onnx")
+    card = Card("small", order, False, prepare.to_dict(), "dual", False, 3, None)
+    Run(tmp_path / "mine").save_weights(build_model("small", 3).state_dict(), card)
+    models = [str(tmp_path / "net.onnx"), f"small@{tmp_path / 'mine' / 'best.safetensors'}", str(tmp_path / "mine")]
+    found = audited(models, folder, tmp_path / "out")
+    assert found["classes"] == order
+    assert [m["preparation"] for m in found["models"]] == [prepare.to_dict()] * 3
+    assert [m["method"] for m in found["models"]] == ["dual"] * 3
+    assert found["models"][1]["causal"] == found["models"][2]["causal"]
+    helper.set_model_props(model, {"weights_sha256": "1", "classes": '["a", "a"]'})
+    onnx.save(model, tmp_path / "net.onnx")
+    with pytest.raises(InputError, match="does not say clearly"):
+        audited([str(tmp_path / "net.onnx")], folder, tmp_path / "out")
+
+
 def test_damaged_onnx(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(InputError, match="cannot be read as ONNX"):
@@ -346,6 +371,16 @@ def test_several_labels(tmp_path: Path) -> None:
     assert found["verdict"] == "uses the background"
     assert found["models"][0]["performance"]["auc"].keys() == set(found["classes"])
     check_page(tmp_path / "out" / "audit.html")
+
+
+def test_one_label_and_several_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """The names of the classes may be the same."""
+    card = Card("small", NAMES, True, PREPARE.to_dict(), "standard", False, 1, None)
+    Run(tmp_path / "mine").save_weights(build_model("small", 3).state_dict(), card)
+    with pytest.raises(UsageError, match="crimson, of which several can be true; the data has"):
+        audited([str(tmp_path / "mine")], folder, tmp_path / "out")
+    with pytest.raises(InputError, match="trained for several labels at once, the data has one label an image"):
+        check_classes(card, open_source(str(folder)))
 
 
 def one_logit() -> nn.Module:

@@ -39,6 +39,13 @@ def network() -> Residual:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [fi.Standard, fi.MaskedInput, fi.BackgroundSwap, fi.BackgroundErase])
+def test_a_batch_of_nothing_is_refused(kind: Any) -> None:
+    images, masks = pictures(1, 2, 9, 8)[:0], torch.zeros(0, 1, 9, 8)
+    with pytest.raises(InputError, match="empty batches"):
+        kind().loss(network(), images, torch.zeros(0, dtype=torch.long), masks)
+
+
 def test_a_swapped_background_is_that_of_another_picture() -> None:
     images, masks = scenes()
     seen = set()

@@ -127,6 +127,9 @@ def text():
 def demanding(num_classes, depth):
     return nn.Linear(2, num_classes)
 
+def broken(num_classes):
+    return {}["weights"]
+
 LIST = [1]
 """
 
@@ -162,7 +165,8 @@ def test_functions_get_what_they_ask_for(own_module: str) -> None:
     [
         ("{}:text", {}, "returned a str; it has to return a torch.nn.Module"),
         ("{}:bothh", {}, "no function 'bothh'. Near it: both"),
-        ("{}:LIST", {}, "no function 'LIST'"),
+        ("{}:LIST", {}, "no function 'LIST'; what is called so is a list"),
+        ("{}:broken", {}, r"broken' failed, in .*nets.py, line \d+: KeyError: 'weights'"),
         ("{}:demanding", {}, "cannot be called with num_classes.*depth"),
         ("{}:neither", {"pretrained": True}, "no argument 'pretrained'"),
         ("no_such_package.nets:f", {}, "no module 'no_such_package'"),
@@ -177,6 +181,12 @@ def test_functions_that_do_not_work(own_module: str, name: str, options: dict[st
 def test_a_module_that_lacks_something_itself(own_module: str) -> None:
     Path("helper_beside.py").write_text("import no_such_dependency")
     with pytest.raises(InputError, match=r"Importing .* failed: No module named 'no_such_dependency'"):
+        build_model(f"{own_module}:both", 3, trust=True)
+
+
+def test_a_module_that_is_no_python(own_module: str) -> None:
+    Path("helper_beside.py").write_text("def (")
+    with pytest.raises(InputError, match=r"Importing .* failed, in .*: SyntaxError"):
         build_model(f"{own_module}:both", 3, trust=True)
 
 

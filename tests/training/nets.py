@@ -47,3 +47,22 @@ def behind_plain_segmenter(num_classes: int) -> nn.Module:
     """A classifier whose U-Net, if it gets one, is a plain stack without a norm."""
     unet_classifier.unet = lambda _encoder, channels, _size: plain_segmenter(channels)
     return without_norm(num_classes)
+
+
+def with_softmax(num_classes: int) -> nn.Module:
+    return nn.Sequential(without_norm(num_classes), nn.Softmax(1))
+
+
+def frozen(num_classes: int) -> nn.Module:
+    return without_norm(num_classes).requires_grad_(False)
+
+
+class Careless(nn.Module):
+    """Looks for something in itself that is not there; the text of the error has two lines."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, num_classes)
+
+    def forward(self, _: Tensor) -> Tensor:
+        raise KeyError("no such\nthing")

@@ -38,6 +38,14 @@ def test_the_loss_is_a_sum_over_samples_by_the_weight_of_their_class() -> None:
     assert classification_loss(logits, LABELS) == pytest.approx(float(each.mean()))
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32])
+def test_class_indices_of_any_integer_type(kind: torch.dtype) -> None:
+    logits = torch.randn(6, 3)
+    for weights in (None, WEIGHTS):
+        with class_weights(weights):
+            assert classification_loss(logits, LABELS.to(kind)) == classification_loss(logits, LABELS)
+
+
 @pytest.mark.parametrize("method", [Standard(), Stochastic(0.5, ranges=(0.1, 10.0))])
 def test_every_method_is_weighted(method: Any) -> None:
     torch.manual_seed(0)

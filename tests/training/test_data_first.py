@@ -128,6 +128,8 @@ def test_fewer_masks_by_choice_are_no_missing_masks(data: Path, capsys: pytest.C
     assert train(data, "--mask-share", "0.25") == 0
     assert "25% of them are used" in capsys.readouterr().out
     assert "25% of them were used" in (data.parent / "run/report.md").read_text()
+    assert train(data, "--mask-share", "0", out="none") == 2
+    assert "would use no mask" in capsys.readouterr().err
 
 
 def test_what_the_data_check_finds_fatal_is_refused(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fasterisnet.audit.examination import Examined, Pictures, Settings, examine, groups_of
-from fasterisnet.audit.subjects import Subject, is_run, open_subject
+from fasterisnet.audit.subjects import Subject, card_of, is_run, open_subject
 from fasterisnet.audit.verdict import BOUND, FREE, TOLERANCE
 from fasterisnet.data.base import Samples, Source, Subset, readable_part
 from fasterisnet.data.preparation import Preparation
@@ -53,9 +53,10 @@ def audit(
     for subject in subjects:
         known = None if subject.classes is None else (subject.classes, subject.multi_label)
         if known not in (None, (source.classes, source.multi_label)):
+            kinds = {True: ", of which several can be true", False: ""}
             raise UsageError(
-                f"'{subject.name}' knows the classes {', '.join(subject.classes or [])}; the data has "
-                f"{', '.join(source.classes)}. Name folders or labels alike."
+                f"'{subject.name}' knows the classes {', '.join(subject.classes or [])}{kinds[subject.multi_label]}; "
+                f"the data has {', '.join(source.classes)}{kinds[source.multi_label]}. Name folders or labels alike."
             )
     samples, unread = _readable(_chosen(source.split(split), settings))
     groups = groups_of(samples)
@@ -115,8 +116,9 @@ def audit_run(run: Run, images: int, say: Say, *, trust: bool = False) -> None:
 
 
 def _data(models: Sequence[str], data: str, split: str | None, seed: int) -> tuple[Source, str]:
-    run = next((Run(text) for text in models if is_run(text)), None)
-    source = open_source(data, seed=seed) if run is None else source_for(run, run.load_weights()[1], data, seed=seed)
+    runs_first = sorted(models, key=lambda text: not is_run(text))  # a run also knows how its masks are read
+    text, card = next(((text, card) for text in runs_first if (card := card_of(text)) is not None), ("", None))
+    source = open_source(data, seed=seed) if card is None else source_for(Run(text), card, data, seed=seed)
     tests = [name for name in source.splits if name != "train" and not name.startswith("val")]
     chosen = split or ("test" if "test" in tests else next(iter(tests), None))
     if chosen is None:

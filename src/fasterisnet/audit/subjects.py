@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fasterisnet.data.preparation import Preparation
@@ -16,6 +18,7 @@ from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.extras import install
 from fasterisnet.models import build_model, load_weights
+from fasterisnet.runs.card import Card
 from fasterisnet.runs.device import chosen_device
 from fasterisnet.runs.folder import Run
 
@@ -49,8 +52,8 @@ def open_subject(
     trust: bool = False,
     device: torch.device | None = None,
 ) -> Subject:
-    """The classifier that a text names. classes: how many the data has; prepare: how images become its input, which
-    only runs know themselves. device: of networks, those of ONNX files excepted (the fastest there is).
+    """The classifier that a text names. classes: how many the data has; prepare: how images become its input, unless
+    it says so itself (`card_of`). device: of networks, those of ONNX files excepted (the fastest there is).
     """
     device = device or chosen_device()
     if is_run(text):
@@ -66,11 +69,54 @@ def open_subject(
     if not code and not at:
         raise UsageError(f"'{text}' has no weights, so there is nothing to audit. A model is {KINDS}.")
     prepare = prepare or Preparation()
-    model = build_model(name, classes, channels=prepare.channels, trust=trust)
+    shown = f"{name}@{Path(file).name}" if at else name
+    subject = _told(Subject(shown, "function" if code else "network", logits_of_nothing, prepare), card_of(text))
+    classes = classes if subject.classes is None else len(subject.classes)
+    model = build_model(name, classes, channels=subject.prepare.channels, trust=trust)
     if at:
         _load(model, name, file)
-    shown = f"{name}@{Path(file).name}" if at else name
-    return _module(Subject(shown, "function" if code else "network", logits_of_nothing, prepare), model, device)
+    return _module(subject, model, device)
+
+
+def card_of(text: str) -> Card | None:
+    """What a classifier says of itself: its classes, and how images become its input. Runs, their weights and what
+    `fasterisnet export` wrote do; None for all others.
+    """
+    if is_run(text):
+        return Run(text).load_weights()[1]
+    file = Path(text if text.lower().endswith(".onnx") else text.partition("@")[2])
+    if not file.is_file():
+        return None
+    try:
+        if file.suffix.lower() == ".onnx":
+            return _onnx_card(_session(text).get_modelmeta().custom_metadata_map)
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                told = opened.metadata() or {}
+            return Card.read(told["card"]) if "card" in told else None
+    except (ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise InputError(f"{file} does not say clearly what it is of ({error}); write it again.") from error
+    return None
+
+
+def _onnx_card(told: dict[str, str]) -> Card | None:
+    """What `fasterisnet export` wrote into a file; one without a checksum of weights is of somebody else."""
+    if "weights_sha256" not in told:
+        return None
+    facts = {key: json.loads(value) for key, value in told.items()}
+    own = {key: facts.pop(key) for key in ("model", "classes", "multi_label", "method", "epoch")}
+    return Card.read(json.dumps({**own, "preparation": facts, "zb": False, "validation_loss": None}))
+
+
+def _told(subject: Subject, card: Card | None) -> Subject:
+    """A classifier with what its file says of it."""
+    if card is None:
+        return subject
+    facts = {"network": card.model, "epoch": card.epoch}
+    return replace(
+        subject, prepare=replace(card.prepare, augmentation="none"), box=card.box, classes=card.classes,
+        multi_label=card.multi_label, method=card.method, facts=facts,
+    )  # fmt: skip
 
 
 def logits_of_nothing(_: Tensor) -> Tensor:
@@ -80,13 +126,8 @@ def logits_of_nothing(_: Tensor) -> Tensor:
 
 def _run(text: str, device: torch.device, trust: bool) -> Subject:
     model, card = Run(text).load_model(trust=trust)
-    prepare = replace(card.prepare, augmentation="none")
-    facts = {"network": card.model, "epoch": card.epoch}
-    name = Path(text).resolve().name
-    subject = Subject(
-        name, "run", logits_of_nothing, prepare, None, card.box, card.classes, card.multi_label, card.method, facts
-    )
-    return _module(subject, model, device)
+    subject = Subject(Path(text).resolve().name, "run", logits_of_nothing, card.prepare)
+    return _module(_told(subject, card), model, device)
 
 
 def _module(subject: Subject, model: nn.Module, device: torch.device) -> Subject:
@@ -99,7 +140,8 @@ def _module(subject: Subject, model: nn.Module, device: torch.device) -> Subject
     return replace(subject, model=model, predict=predict)
 
 
-def _onnx(text: str, prepare: Preparation) -> Subject:
+def _session(text: str) -> Any:
+    """An ONNX file that can be asked."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -107,9 +149,14 @@ def _onnx(text: str, prepare: Preparation) -> Subject:
     if not Path(text).is_file():
         raise UsageError(f"{text} is not a file.")
     try:
-        session = onnxruntime.InferenceSession(text, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(text, providers=["CPUExecutionProvider"])
     except Exception as error:  # its kinds of errors have no common base but this
         raise InputError(f"{text} cannot be read as ONNX: {str(error)[:200]}") from error
+
+
+def _onnx(text: str, prepare: Preparation) -> Subject:
+    session, card = _session(text), card_of(text)
+    prepare = prepare if card is None else card.prepare
     wanted = session.get_inputs()[0]
     if len(session.get_inputs()) != 1 or len(wanted.shape) != 4:
         raise InputError(f"{text} has to take one input (sample, channel, height, width); it takes {wanted.shape}.")
@@ -117,8 +164,8 @@ def _onnx(text: str, prepare: Preparation) -> Subject:
     if height != width:
         raise InputError(f"{text} takes images of {width} x {height} pixels; images are prepared as squares.")
     changes = {k: v for k, v in (("channels", channels), ("size", height)) if v is not None}
-    if changes.get("channels", prepare.channels) != prepare.channels:
-        changes |= {"mean": (), "std": ()}
+    if len(prepare.mean) not in (0, channels or prepare.channels):
+        raise UsageError(f"{text} takes {channels} channels, but mean and std have {len(prepare.mean)} numbers each.")
 
     def predict(images: Tensor) -> Tensor:
         parts = images.split(batch or len(images))
@@ -130,7 +177,8 @@ def _onnx(text: str, prepare: Preparation) -> Subject:
             outputs.append(torch.as_tensor(found)[: len(part)])
         return torch.cat(outputs)
 
-    return Subject(Path(text).name, "onnx", predict, replace(prepare, **changes))
+    subject = _told(Subject(Path(text).name, "onnx", predict, prepare), card)
+    return replace(subject, prepare=replace(subject.prepare, **changes))
 
 
 def _load(model: nn.Module, name: str, file: str) -> None:

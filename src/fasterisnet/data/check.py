@@ -67,6 +67,8 @@ KINDS: dict[str, Kind] = {
     "empty": Kind("empty mask", "warning", "Counts as no mask; mark the foreground."),
     "full": Kind("full mask", "warning", "Leaves no background to punish; mark the foreground only."),
     "soft": Kind("mask with soft edges", "warning", "Cut in the middle; better save 0 and 255 only."),
+    "inverted": Kind("masks may be inverted", "warning", "White has to be the object, black the background."),
+    "pages": Kind("file of several pictures", "warning", "The first is used; save each that is meant as a file."),
     "turned": Kind("turned image, mask not", "warning", "EXIF turns the image; see that the mask fits it upright."),
     "unused": Kind("unused gray values", "warning", "Read with --window low,high or --window auto."),
     "one site": Kind("class of one site", "warning", "The site gives it away; add the class from other sites."),

@@ -18,13 +18,14 @@ from fasterisnet.data.boxes import boxes_to_mask
 from fasterisnet.data.folder import BOXES, MASKS, Finding, Listing, looked_for, size_mismatch
 from fasterisnet.data.manifest import Record
 from fasterisnet.data.masks import CLEAR, listed
-from fasterisnet.data.pictures import SIXTEEN_BITS, Picture, is_image_name, read_bytes, readable, stem_of
+from fasterisnet.data.pictures import SIXTEEN_BITS, Picture, is_image_name, pages_of, read_bytes, readable, stem_of
 from fasterisnet.data.reader import Reader, kind_of
 from fasterisnet.errors import InputError
 
 AT_ONCE = 4096
 _MISNAMED = {"training": "train", "trainval": "train", "valid": "val", "validation": "val", "dev": "val"}
 _USED = 2**14  # values that data of 16 bits should reach
+_FRAMED, _MANY = 0.9, 10  # share of at least so many masks that have the whole border as the object
 
 
 @dataclass
@@ -134,20 +135,22 @@ def _unused(listing: Listing) -> Iterator[Finding]:
 
 
 class Examined(NamedTuple):
-    """What is found in one sample, what tells its picture from others, whether its mask can be used, and the highest
-    value of a file of 16 bits.
+    """What is found in one sample, what tells its picture from others, whether its mask can be used, the highest
+    value of a file of 16 bits, and whether the mask's whole border is the object (None without an outline).
     """
 
     findings: list[Finding]
     digest: bytes | None = None
     usable: bool = False
     top: int | None = None
+    framed: bool | None = None
 
 
 def about_files(listing: Listing, reader: Reader, workers: int, counts: Counts, examples: int) -> Iterator[Finding]:
     """What shows only when every file is decoded. examples: so many missing masks are looked for under other names."""
     tops: dict[str, int] = {}
     absent = 0
+    framed: dict[bool, list[str]] = {True: [], False: []}
     for record, examined in _examined(listing, lambda i: _examine(listing.records[i], reader), workers, counts):
         for finding in examined.findings:
             if finding.kind == "no mask" and absent < examples:
@@ -157,6 +160,13 @@ def about_files(listing: Listing, reader: Reader, workers: int, counts: Counts, 
                 yield finding
         if examined.top is not None:
             tops[record.name] = examined.top
+        if examined.framed is not None:
+            framed[examined.framed].append(readable(record.mask or ""))
+    masks = sum(map(len, framed.values()))
+    if masks >= _MANY and len(framed[True]) >= _FRAMED * masks:
+        yield Finding(
+            "inverted", f"{framed[True][0]}: its border is white all around, as in {len(framed[True]):,} masks"
+        )
     if tops and max(tops.values()) < _USED:
         for name, top in tops.items():
             yield Finding("unused", f"{name}: {top} of {SIXTEEN_BITS}, so {_levels(top)} gray levels are left of it")
@@ -212,14 +222,16 @@ def _examine(record: Record, reader: Reader) -> Examined:
     else:
         try:
             picture = reader.picture(record.image, record.slice)
-            digest = _digest(
-                read_bytes(record.image) if kind_of(record.image) == "picture" else picture.image.numpy().tobytes()
-            )
+            plain = kind_of(record.image) == "picture"
+            content = read_bytes(record.image) if plain else picture.image.numpy().tobytes()
+            digest, pages = _digest(content), pages_of(content) if plain else 1
+            if pages > 1:
+                findings.append(Finding("pages", f"{record.name}: holds {pages} pictures"))
         except InputError as error:
             findings.append(Finding("image", str(error).removesuffix(".")))
-    usable = False
+    usable, framed = False, None
     if record.mask is not None:
-        found, usable = _examine_mask(record, reader, picture)
+        found, usable, framed = _examine_mask(record, reader, picture)
         findings += found
     elif not record.boxes:
         findings.append(Finding("no mask", record.name))
@@ -229,19 +241,19 @@ def _examine(record: Record, reader: Reader) -> Examined:
             findings, usable = findings + found, not any(finding.kind == "empty" for finding in found)
         except InputError as error:
             findings.append(Finding("box", f"{record.name}: {error}".removesuffix(".")))
-    return Examined(findings, digest, usable and picture is not None, picture.top if picture else None)
+    return Examined(findings, digest, usable and picture is not None, picture.top if picture else None, framed)
 
 
-def _examine_mask(record: Record, reader: Reader, picture: Picture | None) -> tuple[list[Finding], bool]:
-    """What is wrong with a mask, and whether it can be used."""
+def _examine_mask(record: Record, reader: Reader, picture: Picture | None) -> tuple[list[Finding], bool, bool | None]:
+    """What is wrong with a mask, whether it can be used, and whether its whole border is the object."""
     path = record.mask or ""
     problem = _no_file(path, "mask")
     if problem is not None:
-        return [problem], False
+        return [problem], False, None
     try:
         mask = reader.mask(path, record.slice)
     except InputError as error:
-        return [Finding("mask", str(error).removesuffix("."))], False
+        return [Finding("mask", str(error).removesuffix("."))], False, None
     findings: list[Finding] = []
     if mask.verdict in CLEAR:
         labels = f": none of its labels {listed(mask.values)} is chosen" if reader.foreground else ""
@@ -251,13 +263,19 @@ def _examine_mask(record: Record, reader: Reader, picture: Picture | None) -> tu
     elif mask.verdict != "binary":
         findings.append(Finding(mask.verdict, f"{readable(path)}: {mask.problem}"))
     usable = mask.verdict in CLEAR and bool(mask.foreground.any())
+    framed = _framed(mask.foreground) if usable and not bool(mask.foreground.all()) else None
     if picture is None:
-        return findings, usable
+        return findings, usable, framed
     if picture.image.shape[1:] != mask.foreground.shape[1:]:
-        return [*findings, Finding("size", size_mismatch(record, picture.image, mask.foreground))], False
+        return [*findings, Finding("size", size_mismatch(record, picture.image, mask.foreground))], False, framed
     if picture.turned and not mask.turned:
         findings.append(Finding("turned", f"{record.name}: its EXIF entry turns it, and {readable(path)} has none"))
-    return findings, usable
+    return findings, usable, framed
+
+
+def _framed(mask: Tensor) -> bool:
+    """Whether every pixel of the border is the object."""
+    return all(bool(side.all()) for side in (mask[:, 0], mask[:, -1], mask[:, :, 0], mask[:, :, -1]))
 
 
 def _examine_sample(samples: Samples, index: int) -> Examined:

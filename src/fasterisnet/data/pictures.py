@@ -27,6 +27,7 @@ Window = tuple[float, float] | Literal["auto"]
 IMAGE_SUFFIXES = frozenset(".bmp .dib .gif .jfif .jp2 .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())
 # Named, because Pillow also knows formats that are programs (EPS runs Ghostscript).
 _FORMATS = ("PNG", "JPEG", "BMP", "DIB", "TIFF", "WEBP", "PPM", "GIF", "JPEG2000")
+_OF_SEVERAL = ("TIFF", "GIF", "WEBP", "PNG")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -135,6 +136,15 @@ def decoded(content: bytes, path: AnyPath, work: Callable[[Image.Image], Result]
         raise BadImageError(f"{readable(path)}: is not an image in a known format.") from error
     except Exception as error:
         raise BadImageError(f"{readable(path)}: cannot be decoded ({error}).") from error
+
+
+def pages_of(content: bytes) -> int:
+    """How many pictures a file holds, of which the first is read; a JPEG's others are previews of the same."""
+    try:
+        with Image.open(io.BytesIO(content), formats=_OF_SEVERAL) as picture:
+            return int(getattr(picture, "n_frames", 1))
+    except Exception:  # noqa: BLE001  what cannot be opened so is no such file; a damaged one is named by its reader
+        return 1
 
 
 def _upright(picture: Image.Image) -> Image.Image:

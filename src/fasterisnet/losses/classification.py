@@ -39,6 +39,8 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
         raise InputError(f"labels is a {type(labels).__name__}; it has to be a tensor.")
     if labels.shape[:1] != logits.shape[:1]:
         raise InputError(f"Labels have shape {tuple(labels.shape)} for {logits.shape[0]} images; give one for each.")
+    if len(logits) == 0:
+        raise InputError("The batch has no sample, so there is no mean loss; leave empty batches out.")
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     count = logits.shape[1]
     if count == 1 or labels.ndim == 2:
@@ -63,7 +65,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
             f"Labels reach from {int(labels.min())} to {int(labels.max())}, but the model has {count} outputs: "
             f"they have to be 0 to {count - 1}."
         )
-    weights = _WEIGHTS.get()
+    labels, weights = labels.long(), _WEIGHTS.get()
     if weights is None:
         return F.cross_entropy(logits, labels)
     return (F.cross_entropy(logits, labels, reduction="none") * weights.to(logits)[labels]).mean()

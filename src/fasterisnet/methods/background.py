@@ -31,6 +31,8 @@ class Background(Method):
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """The classification loss: of altered images in training, of the images as they are without gradients."""
         images = plain(images)
+        if len(images) == 0:
+            raise InputError("The batch has no image; leave empty batches out.")
         mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
         seen = self.altered(images, mask) if torch.is_grad_enabled() else images
         standard = Standard(classification=self.classification, attached_logits=self.attached_logits)

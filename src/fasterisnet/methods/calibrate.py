@@ -73,7 +73,10 @@ def calibrate(
             if progress is not None:
                 progress(epoch, count, float(loss.detach()))
         if count == 0:
-            raise InputError("The loader gave no batch; calibration needs the training data.")
+            again = (
+                " any more: it is gone through several times, which a generator cannot be. Give a list" if epoch else ""
+            )
+            raise InputError(f"The loader gave no batch{again}; calibration needs the training data.")
     return Ranges.from_moments(_merged(moments) if spread else moments)
 
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fasterisnet.errors import InputError, UsageError
+from fasterisnet.errors import FasterISNetError, InputError, UsageError
 from fasterisnet.extras import install
 from fasterisnet.models.ag_sononet import ag_sononet, small_ag_sononet
 from fasterisnet.models.small import small_network
@@ -201,6 +202,10 @@ def _from_function(
             model = build(**accepted)
         except TypeError as error:
             raise InputError(f"'{where}' cannot be called with {', '.join(accepted) or 'nothing'}: {error}") from error
+        except FasterISNetError:
+            raise
+        except Exception as error:  # somebody's code
+            raise InputError(f"'{where}' failed, {_place_of(error)}.") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"'{where}' returned a {type(model).__name__}; it has to return a torch.nn.Module.")
     return model
@@ -219,12 +224,22 @@ def _imported(module: str, function: str) -> Callable[..., Any]:
         ) from error
     except (ImportError, ValueError, TypeError) as error:
         raise InputError(f"Importing '{module}' for the model '{where}' failed: {error}") from error
+    except Exception as error:  # somebody's code
+        raise InputError(f"Importing '{module}' for the model '{where}' failed, {_place_of(error)}.") from error
     build = getattr(found, function, None)
-    if not callable(build):
+    if build is not None and not callable(build):
+        raise InputError(f"'{module}' has no function '{function}'; what is called so is a {type(build).__name__}.")
+    if build is None:
         close = difflib.get_close_matches(function, [n for n in dir(found) if not n.startswith("_")])
         hint = f" Near it: {', '.join(close)}." if close else ""
         raise InputError(f"'{module}' has no function '{function}'.{hint}")
     return build
+
+
+def _place_of(error: Exception) -> str:
+    """Where somebody's code raised an error, and which."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"in {last.filename}, line {last.lineno}: {type(error).__name__}: {error}"
 
 
 def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fasterisnet.data.pictures import is_image_name, stem_of
+from fasterisnet.data.pictures import is_image_name, readable, stem_of
 from fasterisnet.data.reader import Reader
-from fasterisnet.errors import UsageError
+from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_figure
 from fasterisnet.lrp.explain import explain
 from fasterisnet.lrp.logits import logits_in
@@ -46,7 +46,11 @@ def explain_files(
         mask = _mask_of(path, masks, below, reader)
         maps, texts, shown = {}, [], None
         for name, model, card in networks:
-            prepared, outline = card.prepare(Reader(window=card.prepare.window).image(path), mask)
+            picture = Reader(window=card.prepare.window).image(path)
+            if mask is not None and mask.shape[1:] != picture.shape[1:]:
+                sizes = [f"{found.shape[2]} x {found.shape[1]}" for found in (mask, picture)]
+                raise InputError(f"{readable(path)} is {sizes[1]}, but its mask {sizes[0]}; make it in the same size.")
+            prepared, outline = card.prepare(picture, mask)
             batch = prepared.unsqueeze(0).to(device)
             with torch.no_grad():
                 logits = logits_in(model(batch))[0].cpu()

@@ -83,7 +83,13 @@ def source_for(run: Run, card: Card, data: str = "", *, seed: int | None = None)
 
 def check_classes(card: Card, source: Source) -> None:
     """A network can be tested on data with its own classes only."""
-    if card.classes != source.classes or card.multi_label != source.multi_label:
+    if card.multi_label != source.multi_label:
+        kinds = {True: "several labels at once", False: "one label an image"}
+        raise InputError(
+            f"The network was trained for {kinds[card.multi_label]}, the data has {kinds[source.multi_label]}; give "
+            "data of the same kind."
+        )
+    if card.classes != source.classes:
         raise InputError(
             f"The network knows the classes {', '.join(card.classes)}; the data has {', '.join(source.classes)}. "
             "Name folders or labels alike."

@@ -111,6 +111,8 @@ def _check_masks(config: Config, report: check.Report, say: Callable[[str], None
             f"The method {config.method} needs to know where the object is, but none of the {images:,} training images "
             f"has a mask that can be used.{advice}"
         )
+    if config.mask_share == 0:
+        raise UsageError(f"mask_share is 0, so the method {config.method} would use no mask; take --method standard.")
     if usable < images / 2 and not config.allow_missing_masks:
         raise UsageError(
             f"Only {usable:,} of {images:,} training images ({usable / images:.0%}) have a mask that can be used; if "

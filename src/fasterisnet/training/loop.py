@@ -196,6 +196,7 @@ class Training:
             raise InputError(f"{path} does not fit this run: {error}") from error
         if isinstance(self.method, Guided):
             self.method.skipped = self.progress.skipped
+        self._check_weights()
         if epochs_before < self.config.epochs:
             self._extend()
         if self.progress.stretches:  # stages are those of the epochs that the run began with
@@ -204,6 +205,15 @@ class Training:
             self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
         if not self.progress.finished:
             self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
+
+    def _check_weights(self) -> None:
+        """The best epoch so far is only in its own file."""
+        progress = self.progress
+        ends = stage_of(self.stages, max(progress.epoch - 1, 0))[1]
+        last = progress.finished or progress.stretches or ends == self.config.epochs
+        path = self.run.path("best.safetensors" if last else f"best-until-{ends}.safetensors")
+        if progress.epoch > 0 and not path.is_file():
+            raise InputError(f"{path} is gone, and with it the best epoch; put it back, or train again.")
 
     def _extend(self) -> None:
         """More epochs for a run that had ended: config.yaml says so from now on; its report and audit are past."""
@@ -453,6 +463,12 @@ def train(
             if problem is not None:
                 raise UsageError(problem)
             state = run.load_state() if resume else None
+            results = [name for name in ("metrics.csv", "best.safetensors", "report.json") if run.path(name).exists()]
+            if resume and state is None and results:
+                raise InputError(
+                    f"{run.path('state.pt')} is gone: {results[0]} is of epochs that cannot be gone on from. Put it "
+                    "back, or train into another --out."
+                )
             heard = watcher if fabric.is_global_zero else Watcher()
             training = Training(fabric, config, run, heard, state, trust, signals)
             training.restore(data_changed_ok)

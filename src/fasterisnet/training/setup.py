@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fasterisnet.data.base import Samples, Source
 from fasterisnet.data.loader import check_workers
 from fasterisnet.data.pictures import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.evaluation.causal import MODEL_ERRORS
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.methods import Method, method_class, options_of
 from fasterisnet.runs.config import Config, paper_weight
 from fasterisnet.runs.inputs import preparation_of
 from fasterisnet.runs.values import AUTO
+
+ROUNDING = 1e-4  # of a sum of probabilities
 
 
 def method_options(config: Config) -> dict[str, Any]:
@@ -144,7 +147,9 @@ def _groups(samples: Samples) -> set[str]:
 
 
 def check_model(config: Config, model: nn.Module, classes: int) -> None:
-    """Whether the network takes images of this size and has an output for every class."""
+    """Whether the network can learn, takes images of this size and has a logit for every class."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"The model {config.model} has no parameter that can be trained; let some require a gradient.")
     try:
         with torch.random.fork_rng(devices=[]):
             preparation_of(config)(torch.zeros(3, 20, 30, dtype=torch.uint8), training=True)
@@ -155,21 +160,30 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
     try:
         with torch.no_grad():
             output = model(images)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except MODEL_ERRORS as error:
         raise UsageError(
             f"The model {config.model} cannot take images of {config.size} px with {config.channels} channels: {error}"
         ) from error
-    shape = tuple(logits_in(output).shape)
-    if shape != (1, classes):
+    logits = logits_in(output)
+    if tuple(logits.shape) != (1, classes):
+        shape = tuple(logits.shape)
         raise UsageError(f"The model {config.model} has outputs of shape {shape}; it has to be (batch, {classes}).")
+    with torch.no_grad():
+        if classes > 1 and _are_chances(logits) and _are_chances(logits_in(model(images + 0.5))):
+            raise UsageError(f"The model {config.model} ends with a softmax; the loss needs logits, so leave it out.")
     model.train()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copy.deepcopy(model)(images.repeat(max(1, min(2, config.batch)), 1, 1, 1))
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except MODEL_ERRORS as error:
         raise UsageError(
             f"The model {config.model} cannot learn from images of {config.size} px: {error} Take a larger --size."
         ) from error
+
+
+def _are_chances(outputs: Tensor) -> bool:
+    """Whether outputs are probabilities of classes rather than logits."""
+    return bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < ROUNDING).all())
 
 
 def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> list[str]:
