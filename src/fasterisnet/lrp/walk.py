@@ -171,6 +171,11 @@ class Walk:
         mine = self.active(node)
         return mine if any(mine) or self._behind is None else self._behind(node)
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether this walk goes through something that was run again in place of a node."""
+        return self._behind is not None
+
     def put(self, edge: Edge, form: str, t: Tensor) -> None:
         """Adds to what waits at an edge."""
         by = self._waiting.setdefault(edge[0], {}).setdefault(form, {})
@@ -344,6 +349,8 @@ class Step:
         form = "G" if form == "start" and self.ends_start else form
         if t is not None and edge[0] in self.walk.reached:
             size = shape(edge)
+            if t.is_complex() and not edge[0]._input_metadata[edge[1]].dtype.is_complex:
+                t = t.real
             self.walk.put(edge, form, t if tuple(t.shape) == size else t.sum_to_size(size))
 
     def send_G(self, to: int | Edge, t: Tensor | None) -> None:
@@ -360,6 +367,7 @@ class Step:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""
         for form, by in self.flow.items():
             y = self.note.result if form == "R" and self.note is not None and set(by) == {0} else None
+            y = None if y is None or y.is_complex() else y
             arrived = by if y is None else {0: by[0] / stabilised(y, self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
                 if t is not None and self.active[position]:
