@@ -176,13 +176,8 @@ class Unit:
         """One number a channel, if t has no more than that."""
         if not self.layer.per_channel:
             return None
-        t = t.view(*[1] * -(self.layer.channels + t.ndim), *t.shape) if t.ndim < -self.layer.channels else t
-        each = t.movedim(self._channels(t), 0).flatten(1)[:, 0] if t.ndim > 1 else t
-        shaped = [-1 if d == self._channels(t) else 1 for d in range(t.ndim)]
-        return each if torch.equal(each.view(shaped).expand_as(t), t) else None
-
-    def _channels(self, t: Tensor) -> int:
-        return self.layer.channels % t.ndim
+        rows = t.movedim(self.layer.channels, 0).reshape(t.shape[self.layer.channels], -1)
+        return rows[:, 0] if torch.equal(rows[:, :1].expand_as(rows), rows) else None
 
     def behind(self, scale: Tensor | None, shift: Tensor | None, size: Sequence[int]) -> Unit | None:
         """This unit with `scale y + shift` behind it, both of the size of y or broadcast to it."""

@@ -111,7 +111,7 @@ class Walk:
         self.ends, self.root = list(ends), ends[0]
         self.log, self.place, self.box = log or Log(), place, box
         self.create_graph, self.keep_root, self.scores = create_graph, keep_root, scores
-        self._behind = behind
+        self._behind, self.is_beside = behind, behind is not None
         self.reached: set[Node] = set()
         self.affine: set[Node] = set()
         self._waiting: dict[Node, Flow] = {}
@@ -170,11 +170,6 @@ class Walk:
         """The same, of nodes behind the ends of this walk too."""
         mine = self.active(node)
         return mine if any(mine) or self._behind is None else self._behind(node)
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether this walk goes through something that was run again in place of a node."""
-        return self._behind is not None
 
     def put(self, edge: Edge, form: str, t: Tensor) -> None:
         """Adds to what waits at an edge."""

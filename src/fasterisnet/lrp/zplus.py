@@ -37,8 +37,7 @@ def linear_zplus(at: Step) -> None:
 
 def _zplus(at: Step, unit: Unit, output: Callable[[], Tensor] | None = None) -> None:
     """z+ of a layer that may have a bias and a batch norm behind it: their biases are constants."""
-    if at.walk.wants(*[e for e in unit.inside if e[0] is not at.node]):
-        raise RuleError(_one_unit(at, unit))
+    _one_unit(at, unit, unit.inside)
     x, layer = unit.x, unit.layer
     rectified = kind(source(layer.edge)[0]) == "Relu"  # seen without looking at the values
     first, second = (x, None) if rectified or bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
@@ -83,11 +82,13 @@ def norm_zplus(at: Step) -> None:
     at.share(0, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
 
 
-def _one_unit(at: Step, unit: Unit) -> str:
-    return (
-        f"Layer '{at.walk.place(unit.layer.node)}' is one unit with the batch norm or activation behind it under these "
-        "rules, so it has no relevance of its own; name that module instead."
-    )
+def _one_unit(at: Step, unit: Unit, inside: Sequence[Edge]) -> None:
+    """Refuses to say what the relevance inside a unit is."""
+    if at.walk.wants(*[edge for edge in inside if edge[0] is not at.node]):
+        raise RuleError(
+            f"Layer '{at.walk.place(unit.layer.node)}' is one unit with the batch norm or activation behind it under "
+            "these rules, so it has no relevance of its own; name that module instead."
+        )
 
 
 def sum_zplus(at: Step) -> None:
@@ -270,9 +271,7 @@ def first_layer(at: Step) -> bool:
         if apart and of_parts(at, edges(normed[0])[0], cut=True, below=at.walk.affine):
             at.warn("follows parts of the first layer; zB takes it for a step of its own, not for one with the layer.")
         return False
-    inside = [*made.inside, *([] if found is None else [found.edge])]
-    if at.walk.wants(*[e for e in inside if e[0] is not at.node]):
-        raise RuleError(_one_unit(at, made))
+    _one_unit(at, made, made.inside if found is None else [*made.inside, found.edge])
     if found is not None:
         at.flow = {"R": {0: at.relevance(lambda: found.y)}}
     elif at.kind in BATCH_NORMS:
