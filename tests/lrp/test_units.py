@@ -104,7 +104,7 @@ def test_a_bias_of_parts_of_a_layer_is_loud(step: Step, rule: str) -> None:
 @pytest.mark.parametrize("rule", ["zplus", "gamma"])
 def test_a_bias_in_two_parts(rule: str) -> None:
     plain = headed(lambda m, x: m.conv(x) + column(m.bn.bias))
-    other = headed(lambda m, x: F.conv2d(x, m.conv.weight, m.bn.bias / 2, padding=1) + column(m.bn.bias / 2))
+    other = headed(lambda m, x: m.conv(x) + column(m.bn.bias / 2) + column(m.bn.bias / 2))
     assert_alike(*twins([plain, other], **parts()), pictures(2, 3, 4, 4), rule=rule)
 
 
@@ -165,6 +165,18 @@ def test_a_gate_that_is_copied_into_a_buffer_is_a_gate(rule: str) -> None:
         return headed(lambda m, x: m.conv(x) * copied(torch.sigmoid(m.bn(m.conv(x)).mean((2, 3), keepdim=True))))
 
     assert_alike(*twins([gated(lambda g: g), gated(in_a_buffer)], **parts()), pictures(2, 3, 4, 4), rule=rule)
+
+
+@pytest.mark.parametrize("dim", [-1, -3, 1])
+def test_glu_along_any_dimension(dim: int) -> None:
+    def by_hand(m: Any, x: Tensor) -> Tensor:
+        signal, gate = m.conv(x).chunk(2, dim)
+        return signal * gate.sigmoid()
+
+    first, second = (
+        lambda m, x: m.fc(f(m, x).flatten(1)[:, :4]) for f in (by_hand, lambda m, x: F.glu(m.conv(x), dim))
+    )
+    assert_alike(*twins([first, second], **parts()), pictures(2, 3, 4, 4))
 
 
 def spectral(m: Any, x: Tensor) -> Tensor:

@@ -160,6 +160,7 @@ class Unit:
     bias: Tensor | None
     path: list[Node] = field(default_factory=list)
     inside: list[Edge] = field(default_factory=list)
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         self.weight = wide(self.weight)
@@ -188,10 +189,11 @@ class Unit:
             if each is None:
                 return None
             weight, bias = self.layer.scaled(weight, each), None if bias is None else bias * scale
-        if shift is not None and bias is not None and self.each_channel(shift) is None:
+        own = self.layer.has_bias and not self.scaled and scale is None
+        if shift is not None and bias is not None and (own or self.each_channel(shift) is None):
             return None  # a sum with what is no bias, such as an embedding of positions
         bias = bias if shift is None else shift if bias is None else bias + shift
-        return replace(self, weight=weight, bias=bias)
+        return replace(self, weight=weight, bias=bias, scaled=self.scaled or scale is not None)
 
     def _before(self, t: Tensor, size: Sequence[int]) -> Tensor:
         """A constant that meets y after its rearrangements, as it would be before them."""

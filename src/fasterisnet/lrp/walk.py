@@ -297,8 +297,9 @@ class Step:
         return position < len(self.active) and self.active[position]
 
     def saved(self, name: str) -> Any:
-        """What autograd saved under a name."""
-        return getattr(self.node, f"_saved_{name}", None)
+        """What autograd saved under a name; it knows no negative dimensions."""
+        value = getattr(self.node, f"_saved_{name}", None)
+        return value - 2**64 if type(value) is int and value >= 2**63 else value
 
     def edge(self, position: int) -> Edge:
         return edges(self.node)[position]
