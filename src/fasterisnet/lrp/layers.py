@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,7 +178,7 @@ class Unit:
         if not self.layer.per_channel:
             return None
         rows = t.movedim(self.layer.channels, 0).reshape(t.shape[self.layer.channels], -1)
-        return rows[:, 0] if torch.equal(rows[:, :1].expand_as(rows), rows) else None
+        return rows[:, 0] if rows.shape[1] == 1 or torch.equal(rows[:, :1].expand_as(rows), rows) else None
 
     def behind(self, scale: Tensor | None, shift: Tensor | None, size: Sequence[int]) -> Unit | None:
         """This unit with `scale y + shift` behind it, both of the size of y or broadcast to it."""
@@ -201,20 +201,22 @@ class Unit:
         return through(self.path, t.expand(tuple(size)).contiguous()) if self.path else t
 
 
-def unit(edge: Edge, active: Active, scales: bool = True) -> Unit | None:
-    """The layer whose output an edge is, at most rearranged, scaled and shifted by constants; None if it is none's."""
+def unit(edge: Edge, active: Active, scales: bool = True, reads: Container[Node] | None = None) -> Unit | None:
+    """The layer (which `reads` one of these) whose output an edge is, rearranged, scaled and shifted by constants."""
     path, (node, number) = descend(edge)
     if node is None or not any(active(node)):
         return None
     if kind(node) in CLASSES:
         found = layer(node, active)
-        return None if found is None else Unit(found, found.weight, found.bias, path, [(node, number)])
+        if found is None or (reads is not None and found.edge[0] not in reads):
+            return None
+        return Unit(found, found.weight, found.bias, path, [(node, number)])
     normed, on = scales and kind(node) in BATCH_NORMS, active(node)
     one = sum(on) == 1 and (kind(node) in SUMS or (scales and kind(node) in ("Mul", "Div", "Neg")))
     at = on.index(True)
     if not (normed and at == 0) and (not one or shape(edges(node)[at]) != shape((node, 0))):
         return None
-    below = unit(edges(node)[at], active, scales)
+    below = unit(edges(node)[at], active, scales, reads)
     step = None if below is None else _constants(node, at, below.weight)
     if below is None or step is None or (step[0] is not None and not scales):
         return None

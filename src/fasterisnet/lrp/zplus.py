@@ -264,10 +264,10 @@ def first_layer(at: Step) -> bool:
     found = at.activation
     if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum"):
         return False
-    made = unit((at.node, 0) if found is None else found.edge, at.walk.active)
-    if made is None or made.layer.edge[0] not in at.walk.affine:
+    made = unit((at.node, 0) if found is None else found.edge, at.walk.active, reads=at.walk.affine)
+    if made is None:
         normed = (at.node, 0) if found is None else source(found.edge)
-        apart = made is None and normed[0] is not None and kind(normed[0]) in BATCH_NORMS
+        apart = normed[0] is not None and kind(normed[0]) in BATCH_NORMS
         if apart and of_parts(at, edges(normed[0])[0], cut=True, below=at.walk.affine):
             at.warn("follows parts of the first layer; zB takes it for a step of its own, not for one with the layer.")
         return False
