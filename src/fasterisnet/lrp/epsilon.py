@@ -121,7 +121,7 @@ def replayed(at: Step) -> None:
         inner = found.operands[0].view_as(found.operands[0])
         result = found.replay(inner, *found.operands[1:])
     tensors = [inner, *[t for t in found.operands[1:] if isinstance(t, Tensor)]]
-    ends = {i: edge_of(t) for i, t in enumerate(tensors) if t.requires_grad}
+    ends = {i: edge_of(t) for i, t in enumerate(tensors) if t.requires_grad and at.is_active(i)}
     for form, by in at.flow.items():
         flat, places = by[0].reshape(-1), found.places(by[0].device)
         at.send(0, form, flat.index_fill(0, places, 0).view_as(by[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings, along_channels, wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, Edge, Node, descend, edges, kind, shape, spoken
+from fasterisnet.lrp.kinds import BATCH_NORMS, SUMS, Edge, Node, descend, edges, kind, shape, spoken
 from fasterisnet.lrp.record import note
 
 Active = Callable[[Node], list[bool]]
@@ -60,7 +60,8 @@ class Layer:
         self.weight: Tensor = weight if alpha == 1 else weight * alpha
         self.has_bias = u == 1 and self.node._saved_beta != 0
         self.can_pair = self.on_the_left and self.weight.ndim > 1
-        self.per_channel = self.on_the_left and self.weight.ndim == 2
+        self.per_channel = not self.on_the_left or self.weight.ndim > 1
+        self.channels = -1 if self.on_the_left or kind(self.node).endswith("mv") or kind(self.node) == "Mv" else -2
 
     @property
     def x(self) -> Tensor:
@@ -79,9 +80,9 @@ class Layer:
             return G.unsqueeze(-1) * weight
         return G @ weight.mT if self.on_the_left else weight.mT @ G
 
-    def scaled(self, scale: Tensor) -> Tensor:
+    def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
         """W with every output channel multiplied by its number."""
-        return self.weight * scale
+        return weight * (scale if self.on_the_left else scale.unsqueeze(-1))
 
     def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
         """W1 and W2 as one matrix for x1 and x2 put side by side."""
@@ -118,11 +119,12 @@ class Convolution(Layer):
             x = torch.cat((x, x), 1)
         return ConvolutionInputGradient.apply(G, weight, x, self.settings)
 
-    def scaled(self, scale: Tensor) -> Tensor:
+    def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
         if not self.settings.transposed:
-            return self.weight * scale.view(-1, *[1] * (self.weight.ndim - 1))
-        grouped = self.weight.unflatten(0, (self.settings.groups, -1))
-        return (grouped * scale.view(len(grouped), 1, -1, *[1] * (self.weight.ndim - 2))).flatten(0, 1)
+            return weight * scale.view(-1, *[1] * (weight.ndim - 1))
+        grouped = weight.unflatten(0, (self.settings.groups, -1))
+        scale = scale.expand(weight.shape[1] * len(grouped))
+        return (grouped * scale.view(len(grouped), 1, -1, *[1] * (weight.ndim - 2))).flatten(0, 1)
 
     def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
         return torch.cat(weights, 1)
@@ -141,20 +143,24 @@ def layer(node: Node, active: Active) -> Layer | None:
     on = [i for i, a in enumerate(active(node)) if a]
     first, second = factors(node)
     matrices = (first, second) if kind(node) in Layer.PRODUCTS else (first,)
-    return CLASSES[kind(node)](node, on[0]) if len(on) == 1 and on[0] in matrices else None
+    if len(on) != 1 or on[0] not in matrices or node._input_metadata[0].dtype.is_complex:
+        return None
+    return CLASSES[kind(node)](node, on[0])
 
 
 @dataclass
 class Unit:
-    """A layer, a separate bias and the batch norm behind it as one, `y = weight x + bias`.
+    """A layer and what is behind it of constants, a separate bias or a batch norm, as one: `y = weight x + bias`.
 
-    path: rearrangements between the layer and where its relevance arrives.
+    path: rearrangements between the layer and where its relevance arrives. inside: the edges in between.
     """
 
     layer: Layer
     weight: Tensor
     bias: Tensor | None
     path: list[Node] = field(default_factory=list)
+    inside: list[Edge] = field(default_factory=list)
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         self.weight = wide(self.weight)
@@ -167,46 +173,79 @@ class Unit:
         y = self.layer.forward(self.x, self.weight)
         return y if self.bias is None else y + self.bias
 
-    def behind(self, norm: Norm) -> Unit | None:
-        """This unit with a batch norm behind it."""
-        if norm.centred is not None or not self.layer.per_channel:
+    def each_channel(self, t: Tensor) -> Tensor | None:
+        """One number a channel, if t has no more than that."""
+        if not self.layer.per_channel:
             return None
-        size = norm.x.shape
-        scale, shift = norm.full_scale, norm.shift()
-        if self.path:
-            scale, shift = (through(self.path, t.expand(size).contiguous()) for t in (scale, shift))
-        each = scale.movedim(self.layer.channels, 0).flatten(1)[:, 0] if self.path else norm.scale
-        if self.path and not torch.equal(along_channels(each, scale).expand_as(scale), scale):
-            return None
-        bias = shift if self.bias is None else shift + self.bias.detach() * scale
-        return Unit(self.layer, self.layer.scaled(each), bias, self.path)
+        rows = t.movedim(self.layer.channels, 0).reshape(t.shape[self.layer.channels], -1)
+        return rows[:, 0] if rows.shape[1] == 1 or torch.equal(rows[:, :1].expand_as(rows), rows) else None
+
+    def behind(self, scale: Tensor | None, shift: Tensor | None, size: Sequence[int]) -> Unit | None:
+        """This unit with `scale y + shift` behind it, both of the size of y or broadcast to it."""
+        scale, shift = (None if t is None else self._before(t, size) for t in (scale, shift))
+        weight, bias = self.weight, self.bias
+        if scale is not None:
+            each = self.each_channel(scale)
+            if each is None:
+                return None
+            weight, bias = self.layer.scaled(weight, each), None if bias is None else bias * scale
+        own = self.layer.has_bias and not self.scaled and scale is None
+        if shift is not None and bias is not None and (own or self.each_channel(shift) is None):
+            return None  # a sum with what is no bias, such as an embedding of positions
+        bias = bias if shift is None else shift if bias is None else bias + shift
+        return replace(self, weight=weight, bias=bias, scaled=self.scaled or scale is not None)
+
+    def _before(self, t: Tensor, size: Sequence[int]) -> Tensor:
+        """A constant that meets y after its rearrangements, as it would be before them."""
+        t = t.view(*[1] * (len(size) - t.ndim), *t.shape)
+        return through(self.path, t.expand(tuple(size)).contiguous()) if self.path else t
 
 
-def unit(edge: Edge, active: Active) -> Unit | None:
-    """The layer whose output an edge is, rearranged at most; None if it is something else's."""
-    path, (node, _) = descend(edge)
+def unit(edge: Edge, active: Active, scales: bool = True, reads: Container[Node] | None = None) -> Unit | None:
+    """The layer (which `reads` one of these) whose output an edge is, rearranged, scaled and shifted by constants."""
+    path, (node, number) = descend(edge)
     if node is None or not any(active(node)):
         return None
-    found = layer(node, active) if kind(node) in CLASSES else None
-    if found is not None:
-        return Unit(found, found.weight, found.bias, path)
-    behind = biased(node, active) if kind(node) in ("Add", "Sub") else None
-    return None if behind is None else replace(behind, path=[*path, *behind.path])
+    if kind(node) in CLASSES:
+        found = layer(node, active)
+        if found is None or (reads is not None and found.edge[0] not in reads):
+            return None
+        return Unit(found, found.weight, found.bias, path, [(node, number)])
+    normed, on = scales and kind(node) in BATCH_NORMS, active(node)
+    one = sum(on) == 1 and (kind(node) in SUMS or (scales and kind(node) in ("Mul", "Div", "Neg")))
+    at = on.index(True)
+    if not (normed and at == 0) and (not one or shape(edges(node)[at]) != shape((node, 0))):
+        return None
+    below = unit(edges(node)[at], active, scales, reads)
+    step = None if below is None else _constants(node, at, below.weight)
+    if below is None or step is None or (step[0] is not None and not scales):
+        return None
+    found = below.behind(*step, shape((node, 0)))
+    return found and replace(found, path=[*path, *found.path], inside=[(node, number), edges(node)[at], *found.inside])
 
 
-def biased(node: Node, active: Active) -> Unit | None:
-    """`W x` to which, rearranged or not, a constant is added: a layer with a bias."""
-    if sum(active(node)) != 1 or (kind(node) == "Sub" and active(node)[-1] and len(edges(node)) > 1):
+def _constants(node: Node, at: int, like: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """A step `scale x + shift` of constants; None if it is none."""
+    what, scale, shift = kind(node), None, None
+    if what in BATCH_NORMS:
+        found = norm(node)
+        return (found.full_scale, found.shift()) if found.centred is None else None
+    if what in SUMS:
+        alpha = getattr(node, "_saved_alpha", 1)
+        signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[what]
+        scale, shift = signs[at], operand(node, 1 - at) * signs[1 - at]
+    elif what == "Neg":
+        scale = -1
+    elif what == "Mul" or at == 0:
+        other = node._saved_other if at == 0 else node._saved_self
+        scale = other if what == "Mul" else 1 / other
+    else:
         return None
-    at, size = active(node).index(True), shape((node, 0))
-    path, (below, _) = descend(edges(node)[at])
-    plain = below is not None and kind(below) in CLASSES and shape(edges(node)[at]) == size
-    found = layer(below, active) if plain else None
-    if found is None or found.has_bias:
-        return None
-    constant = operand(node, 1 - at) * getattr(node, "_saved_alpha", 1) * (-1 if kind(node) == "Sub" else 1)
-    bias = torch.as_tensor(constant, dtype=found.weight.dtype, device=found.weight.device)
-    return Unit(found, found.weight, through(path, bias.expand(size).contiguous()) if path else bias, path)
+    scale = None if isinstance(scale, int | float) and scale == 1 else scale
+    as_tensors = (
+        None if t is None else torch.as_tensor(t, dtype=like.dtype, device=like.device) for t in (scale, shift)
+    )
+    return next(as_tensors), next(as_tensors)
 
 
 def through(path: Sequence[Node], t: Tensor) -> Tensor:

@@ -257,10 +257,10 @@ def is_constant(edge: Edge, active: Active) -> bool:
     node = _behind_moves(edge, active)
     if node is None:
         return False
-    if kind(node) in ("Cat", "Stack"):
+    found = note(node)
+    if kind(node) in ("Cat", "Stack") or (kind(node) == "CopySlices" and found is not None and found.replay is None):
         return all(is_constant(e, active) for e, on in zip(edges(node), active(node), strict=True) if on)
     if kind(node) == "CopySlices":
-        found = note(node)
         if found is None or found.replay not in GATES:
             return False
         size, _, _, whole, _ = found.view
@@ -349,7 +349,8 @@ def _affine(node: Node, what: str, at: int) -> tuple[float, float]:
 
 
 def _number(value: Any) -> float:
-    """A constant as a number; NaN for a tensor of several."""
+    """A constant as a number; NaN for a tensor of several that differ."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else math.nan
+        one = value.numel() > 0 and not value.is_complex() and bool((value == value.reshape(-1)[0]).all())
+        return float(value.reshape(-1)[0]) if one else math.nan
     return math.nan if value is None else float(value)

@@ -24,15 +24,17 @@ from fasterisnet.lrp.epsilon import (
     replayed,
 )
 from fasterisnet.lrp.kernels import Quotient, wide
-from fasterisnet.lrp.kinds import GROUPS
-from fasterisnet.lrp.layers import Unit, biased, layer, through
+from fasterisnet.lrp.kinds import GROUPS, SUMS
+from fasterisnet.lrp.layers import Unit, layer, through, unit
 from fasterisnet.lrp.recognise import activation, masks_itself
 from fasterisnet.lrp.walk import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
+    adds_nothing,
     first_layer,
     linear_zplus,
     norm_zplus,
+    of_parts,
     pool_zplus,
     signed_zplus,
     softmax_zplus,
@@ -84,7 +86,7 @@ class RuleTable:
         if group is None and self.loud and not is_linear_here(at):
             at.warn()
         elif self.loud:
-            announce(at, self.in_R)
+            announce(at, self)
         at.treated("no rule" if group is None and self.loud else "ordinary derivative" if rule is None else group or "")
         (rule or Step.pass_on)(at)
 
@@ -96,15 +98,19 @@ def is_linear_here(at: Step) -> bool:
     return at.kind in ("VarMean", "StdMean") and all(set(by) == {1} for by in at.flow.values())
 
 
-def announce(at: Step, in_R: bool) -> None:
+def announce(at: Step, table: RuleTable) -> None:
     """Operations with a rule that are met in a form it does not cover."""
+    known = ("linear", "product", "sum") if table.in_R else ("linear",)
+    complex_layer = GROUPS.get(at.kind) in known and at.node._input_metadata[0].dtype.is_complex
     if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.walk.active):
         at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
     elif (at.kind == "Lerp" and at.is_active(2)) or (at.kind.startswith("GridSampler") and at.is_active(1)):
         at.warn("has weights computed from the images; its ordinary derivative was used.")
     elif GROUPS.get(at.kind) == "norm" and any(at.active[1:]):
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
-    elif in_R:
+    elif table.needs_values and (complex_layer or (GROUPS.get(at.kind) == "bilinear" and sum(at.active) == 1)):
+        at.warn("is a layer that z+ and gamma do not know; its derivative was used.")
+    elif table.in_R:
         weight = {"Lerp": at.saved("weight"), "IndexAdd": at.saved("alpha")}.get(at.kind, 0)
         upper = 1 if at.kind == "Lerp" else math.inf
         signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= upper)
@@ -134,15 +140,14 @@ def linear_gamma(gamma: float) -> Rule:
         at.send_G(unit.layer.edge, unit.layer.transpose(s, weight))
 
     def rule(at: Step) -> None:
-        if at.kind in ("Add", "Sub", "Rsub"):
-            found = biased(at.node, at.walk.active)
-        else:
-            plain = layer(at.node, at.walk.active)
-            found = None if plain is None else Unit(plain, plain.weight, plain.bias)
+        found = unit((at.node, 0), at.walk.active, scales=False)
         if found is not None:
             of(at, found)
         else:
-            (at.pass_on if at.kind in ("Add", "Sub", "Rsub") else lambda: product_half(at))()
+            constant = at.kind in SUMS and sum(at.active) == 1 and not adds_nothing(at)
+            if constant and of_parts(at, at.edge(at.active.index(True))):
+                at.warn("adds a constant to parts of layers; gamma takes it for a step of its own.")
+            (at.pass_on if at.kind in SUMS else lambda: product_half(at))()
 
     return rule
 

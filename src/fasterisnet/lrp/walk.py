@@ -111,7 +111,7 @@ class Walk:
         self.ends, self.root = list(ends), ends[0]
         self.log, self.place, self.box = log or Log(), place, box
         self.create_graph, self.keep_root, self.scores = create_graph, keep_root, scores
-        self._behind = behind
+        self._behind, self.is_beside = behind, behind is not None
         self.reached: set[Node] = set()
         self.affine: set[Node] = set()
         self._waiting: dict[Node, Flow] = {}
@@ -297,8 +297,9 @@ class Step:
         return position < len(self.active) and self.active[position]
 
     def saved(self, name: str) -> Any:
-        """What autograd saved under a name."""
-        return getattr(self.node, f"_saved_{name}", None)
+        """What autograd saved under a name; it knows no negative dimensions."""
+        value = getattr(self.node, f"_saved_{name}", None)
+        return value - 2**64 if type(value) is int and value >= 2**63 else value
 
     def edge(self, position: int) -> Edge:
         return edges(self.node)[position]
@@ -344,6 +345,8 @@ class Step:
         form = "G" if form == "start" and self.ends_start else form
         if t is not None and edge[0] in self.walk.reached:
             size = shape(edge)
+            if t.is_complex() and not edge[0]._input_metadata[edge[1]].dtype.is_complex:
+                t = t.real
             self.walk.put(edge, form, t if tuple(t.shape) == size else t.sum_to_size(size))
 
     def send_G(self, to: int | Edge, t: Tensor | None) -> None:
@@ -360,6 +363,7 @@ class Step:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""
         for form, by in self.flow.items():
             y = self.note.result if form == "R" and self.note is not None and set(by) == {0} else None
+            y = None if y is None or y.is_complex() else y
             arrived = by if y is None else {0: by[0] / stabilised(y, self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
                 if t is not None and self.active[position]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.epsilon import product_half
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, descend, edges, kind, source
-from fasterisnet.lrp.layers import CLASSES, Unit, biased, layer, norm, operand, through, unit
+from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, MOVING, Edge, Node, descend, edges, kind, source
+from fasterisnet.lrp.layers import CLASSES, Unit, layer, norm, operand, through, unit
 from fasterisnet.lrp.recognise import shares, unscaled
 from fasterisnet.lrp.walk import Step
 
@@ -37,6 +37,7 @@ def linear_zplus(at: Step) -> None:
 
 def _zplus(at: Step, unit: Unit, output: Callable[[], Tensor] | None = None) -> None:
     """z+ of a layer that may have a bias and a batch norm behind it: their biases are constants."""
+    _one_unit(at, unit, unit.inside)
     x, layer = unit.x, unit.layer
     rectified = kind(source(layer.edge)[0]) == "Relu"  # seen without looking at the values
     first, second = (x, None) if rectified or bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
@@ -70,41 +71,42 @@ def _two_sided(
 
 def norm_zplus(at: Step) -> None:
     """Behind a layer one with it; elsewhere a diagonal layer: `R_x = (scale x)+ / ((scale x)+ + shift+ + eps) R_y`."""
-    found = norm(at.node)
-    before = unit(at.edge(0), at.walk.active)
-    fused = None if before is None else before.behind(found)
+    found, fused = norm(at.node), unit((at.node, 0), at.walk.active)
     if fused is not None:
-        if at.walk.wants(at.edge(0), source(at.edge(0))):
-            raise RuleError(_one_unit(at, fused))
         _zplus(at, fused, found.output)
         return
+    if found.centred is None and of_parts(at, at.edge(0), cut=True):
+        at.warn("follows parts of a layer; z+ takes it for a step of its own, not for one with the layer.")
     scale, x = found.full_scale, found.x
     s = at.over((scale * x).clamp(min=0) + found.shift().clamp(min=0), found.output)
     at.share(0, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
 
 
-def _one_unit(at: Step, unit: Unit) -> str:
-    return (
-        f"Layer '{at.walk.place(unit.layer.node)}' is one unit with the batch norm or activation behind it under these "
-        "rules, so it has no relevance of its own; name that module instead."
-    )
+def _one_unit(at: Step, unit: Unit, inside: Sequence[Edge]) -> None:
+    """Refuses to say what the relevance inside a unit is."""
+    if at.walk.wants(*[edge for edge in inside if edge[0] is not at.node]):
+        raise RuleError(
+            f"Layer '{at.walk.place(unit.layer.node)}' is one unit with the batch norm or activation behind it under "
+            "these rules, so it has no relevance of its own; name that module instead."
+        )
 
 
 def sum_zplus(at: Step) -> None:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`, likewise R_2; a constant takes part in z and gets nothing."""
-    if sum(at.active) == 1 and at.note is not None and any(_is_nothing(v) for v in at.note.operands[:2]):
+    if adds_nothing(at):
         at.pass_on()
         return
-    layer_with_bias = biased(at.node, at.walk.active)
-    if layer_with_bias is not None:
-        _zplus(at, layer_with_bias)
-        return
-    if sum(at.active) == 1 and _joins_layers(at):
-        at.warn("adds a constant to layers that were put together; z+ takes it for a step of its own.")
     values = [_as_tensor(operand(at.node, i), at, constant=not at.is_active(i)) for i in range(2)]
     alpha = float(at.saved("alpha") or 1)
     signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[at.kind]
     parts = [v if sign == 1 else v * sign for v, sign in zip(values, signs, strict=True)]
+    if sum(at.active) == 1:
+        layer_with_bias = unit((at.node, 0), at.walk.active)
+        if layer_with_bias is not None:
+            _zplus(at, layer_with_bias, lambda: parts[0] + parts[1])
+            return
+        if of_parts(at, at.edge(at.active.index(True))):
+            at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
     if all(at.active) and len(at.active) == 2 and set(at.flow) == {"R"} and parts[0].shape == parts[1].shape:
         for position, R in enumerate(SumShares.apply(at.arrived("R"), *parts, at.eps)):
             at.send_R(position, R)
@@ -112,20 +114,40 @@ def sum_zplus(at: Step) -> None:
     s = at.over(parts[0].clamp(min=0) + parts[1].clamp(min=0), lambda: parts[0] + parts[1])
     for position in range(2):
         if at.is_active(position):
-            at.share(position, s * (parts[position] > 0) * signs[position], values[position])
+            G = s * (parts[position] > 0) * signs[position]
+            added = parts[1 - position] if sum(at.active) == 1 else None
+            if added is None or not bool((added == 0).any()):
+                at.share(position, G, values[position])
+            elif at.table.in_R:  # a mask of zeros and large negative numbers, say: zero is nothing
+                R = at.relevance(lambda: parts[0] + parts[1])
+                at.send_R(position, torch.where(added == 0, R, values[position] * G))
+            else:
+                at.send_G(position, torch.where(added == 0, at.G * signs[position], G))
 
 
-def _is_nothing(value: object) -> bool:
-    return isinstance(value, int | float) and value == 0
+def adds_nothing(at: Step) -> bool:
+    """Whether the number zero is added."""
+    added = [] if at.note is None or sum(at.active) != 1 else at.note.operands[:2]
+    return any(isinstance(value, int | float) and value == 0 for value in added)
 
 
-def _joins_layers(at: Step) -> bool:
-    """Whether what is added to comes from layers without a bias that were concatenated or stacked."""
-    node = descend(at.edge(at.active.index(True)))[1][0]
-    if node is None or kind(node) not in ("Cat", "Stack"):
-        return False
-    units = [unit(edge, at.walk.active) for edge in edges(node) if edge[0] is not None]
-    return any(u is not None and u.bias is None for u in units)
+def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | None = None) -> bool:
+    """Whether something was put together from layers without a bias; `cut`: from parts of layers that read `below`."""
+    waiting = [(edge, at.walk.is_beside)]
+    while waiting:
+        edge, parted = waiting.pop()
+        _, (node, _) = descend(edge)
+        if node is None or not any(at.walk.behind(node)):
+            continue
+        if kind(node) in CLASSES:
+            found = layer(node, at.walk.behind)
+            read = found is not None and (below is None or found.edge[0] in below)
+            if parted and found is not None and read and (cut or not found.has_bias):
+                return True
+        elif kind(node) in MOVING or kind(node) == "CopySlices":
+            parted = parted or not (cut and kind(node) in ("Cat", "Stack"))
+            waiting += [(e, parted) for e, on in zip(edges(node), at.walk.behind(node), strict=True) if on]
+    return False
 
 
 def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
@@ -172,7 +194,13 @@ def _product_zplus(at: Step) -> None:
     """Half to each factor, by the positive products: `z = a+ b+ + a- b-`, `s = R/(2 (z + eps))`."""
     positions = [i for i, on in enumerate(at.active) if on]
     found = CLASSES[at.kind](at.node, positions[0])
-    R = at.relevance(lambda: found.forward(found.x, found.weight))
+    product = found.forward(found.x, found.weight)
+    offset = 0 if found.bias is None else found.bias.detach()
+    R = at.relevance(lambda: product + offset)
+    if found.bias is not None:  # a sum of the product and a constant
+        R = Quotient.apply(
+            R, product.clamp(min=0), product.clamp(min=0) + found.bias.detach().clamp(min=0), at.eps, False
+        )
     # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
     factors = [
         unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True)
@@ -236,24 +264,18 @@ def first_layer(at: Step) -> bool:
     found = at.activation
     if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum"):
         return False
-    edge = (at.node, 0) if found is None else found.edge
-    path, (node, _) = descend(edge)
-    normed = node is not None and kind(node) in BATCH_NORMS and at.walk.active(node)[0]
-    made = unit(edges(node)[0] if normed else edge, at.walk.active)
-    if made is None or made.layer.edge[0] not in at.walk.affine:
-        return False
-    behind = norm(node) if normed else None
-    made = made if behind is None else made.behind(behind)
+    made = unit((at.node, 0) if found is None else found.edge, at.walk.active, reads=at.walk.affine)
     if made is None:
+        normed = (at.node, 0) if found is None else source(found.edge)
+        apart = normed[0] is not None and kind(normed[0]) in BATCH_NORMS
+        if apart and of_parts(at, edges(normed[0])[0], cut=True, below=at.walk.affine):
+            at.warn("follows parts of the first layer; zB takes it for a step of its own, not for one with the layer.")
         return False
-    inside = [(made.layer.node, 0), *([] if found is None else [found.edge, (node, 0)])]
-    if at.walk.wants(*[e for e in inside if e[0] is not at.node]):
-        raise RuleError(_one_unit(at, made))
+    _one_unit(at, made, made.inside if found is None else [*made.inside, found.edge])
     if found is not None:
         at.flow = {"R": {0: at.relevance(lambda: found.y)}}
-        made.path = made.path if behind is None else [*path, *made.path]
-    elif behind is not None:
-        at.flow = {"R": {0: at.relevance(behind.output)}}
+    elif at.kind in BATCH_NORMS:
+        at.flow = {"R": {0: at.relevance(norm(at.node).output)}}
     else:
         at.flow = {form: {0: through(made.path, by[0])} for form, by in at.flow.items()}
         at.flow, made.path = {"R": {0: at.relevance(made.output)}}, []
