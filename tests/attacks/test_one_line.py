@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from attacks.conftest import OPTIONS, copied, main, train
+from commands import environment
 from fasterisnet.runs.config import Config
 from fasterisnet.training.distributed import processes, resume_hint
-from training.driving import environment
 
 ABSENT = "mps" if torch.cuda.is_available() else "gpu"  # what this machine does not have
 

@@ -13,9 +13,9 @@ import yaml
 from PIL import Image
 
 from attacks.conftest import OPTIONS, copied, main, train
+from commands import environment
 from fasterisnet import demo
 from fasterisnet.errors import UsageError
-from training.driving import environment
 
 
 def everything(folder: Path) -> dict[str, bytes]:

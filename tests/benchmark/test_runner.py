@@ -14,13 +14,13 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import load_file, save_file
 
+from commands import environment
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
 from fasterisnet.benchmark.tables import command_of
 from fasterisnet.cli import main
 from fasterisnet.errors import UsageError
 from fasterisnet.training import loop
-from training.driving import environment
 
 RECIPE = """
 data: drawn
