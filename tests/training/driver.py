@@ -57,11 +57,13 @@ def die_at(what: str, number: int) -> None:
 
 
 def main() -> None:
-    """Imports are here since loader workers read this file too."""
+    """Imports are here since loader workers read this file too; pictures would take longer than the training."""
+    from fasterisnet.runs import report
     from fasterisnet.runs.config import Config
     from fasterisnet.training import loop
     from fasterisnet.training.stopping import Stopped
 
+    report.picture = lambda *_: None
     config, *rest = sys.argv[1:]
     resume = "resume" in rest
     here = "rank1" not in rest or os.environ.get("LOCAL_RANK") == "1"
