@@ -136,7 +136,7 @@ def take(environment: dict[str, str]) -> None:
 
 def run(words: list[str]) -> NoReturn:
     """As `python` would run them, with the ends that a process can have."""
-    code = 1
+    code, interrupted = 1, False
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
@@ -147,12 +147,18 @@ def run(words: list[str]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  the interpreter does the same
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001  the interpreter does the same
+        interrupted = isinstance(error, KeyboardInterrupt)
         traceback.print_exc()
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 
