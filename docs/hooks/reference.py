@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,48 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def reference() -> str:
-    """A section for every public name."""
+    """A section for every public name, and for the families of methods that share arguments."""
     import fasterisnet
 
-    return "\n".join(_section(name, getattr(fasterisnet, name)) for name in sorted(fasterisnet.__all__, key=str.lower))
+    public = {name: getattr(fasterisnet, name) for name in sorted(fasterisnet.__all__, key=str.lower)}
+    families = {kind.__name__: kind for value in public.values() for kind in _families(value)}
+    return "\n".join(_section(name, value) for name, value in (public | families).items())
+
+
+def _families(value: Any) -> list[type]:
+    """What a method is a kind of, apart from itself."""
+    from fasterisnet.methods import Method
+
+    kinds = value.__mro__[1:] if inspect.isclass(value) else ()
+    return [kind for kind in kinds if issubclass(kind, Method)]
 
 
 def _section(name: str, value: Any) -> str:
     lines = [f"## {name}", ""]
     if callable(value):
         try:
-            lines += ["```python", f"{name}{inspect.signature(value)}", "```", ""]
+            lines += ["```python", f"{name}{_signature(value)}", "```", ""]
         except (TypeError, ValueError):
             lines += []
-    text = inspect.getdoc(value) or ""
-    lines += ["```text", text, "```", ""] if text else []
+    lines += [_paragraphs(inspect.getdoc(value) or ""), ""]
+    families = [f"[{kind.__name__}](#{kind.__name__.lower()})" for kind in _families(value)]
+    lines += [f"Takes what {', '.join(families)} takes as well.", ""] if families else []
     if inspect.isclass(value):
-        for method, function in inspect.getmembers(value, inspect.isfunction):
-            if not method.startswith("_") and function.__module__.startswith("fasterisnet") and function.__doc__:
-                lines += [f"* `{method}{inspect.signature(function)}`: {inspect.getdoc(function)!s}".replace("\n", " ")]
+        for method, function in vars(value).items():
+            if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
+                said = inspect.cleandoc(function.__doc__).replace("\n", " ")
+                lines += [f"* `{method}{_signature(function)}`: {said}"]
         lines.append("")
     return "\n".join(lines)
+
+
+def _signature(value: Any) -> str:
+    """Annotations are texts here, so their quotes say nothing."""
+    bare = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(value)))
+    return bare.replace("(self, ", "(").replace("(self)", "()")
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring as Markdown: its examples are code."""
+    said, _, example = text.partition("Example:\n")
+    return f"{said}\n```pycon\n{inspect.cleandoc(example)}\n```" if example else said

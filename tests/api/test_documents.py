@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,23 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     assert min(accuracies(capsys.readouterr().out)) >= 0.9
+
+
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, top to bottom: the first network is deceived, the second is not, and looks elsewhere."""
+    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "first_steps.ipynb", "exec"), namespace)
+    printed = capsys.readouterr().out
+    plain, isnet = (float(text) for text in re.findall(r"deceiving: ([\d.]+)", printed))
+    assert plain < 0.5 and isnet > 0.9
+    standard, ours = (int(text) for text in re.findall(r"(\d+)% of the relevance", printed))
+    assert standard > 60 and ours < 40
+    assert all(not cell.get("outputs") for cell in cells), "a notebook is kept without what it printed"
 
 
 def test_without_the_method_the_pixel_deceives(

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from commands import Command, environment
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
-from fasterisnet.benchmark.tables import command_of
+from fasterisnet.benchmark.tables import DRAWS, command_of
 from fasterisnet.cli import main
 from fasterisnet.errors import UsageError
+from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.runs import report
 from fasterisnet.training import loop
 
@@ -122,7 +123,11 @@ def test_finished_rows_are_not_repeated(
     assert place.run("--report") == 0
 
 
-def test_the_table_has_means_gaps_and_the_paper(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_means_gaps_and_the_paper(
+    tmp_path: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in place.results.glob("*-seed0.*"):
+        path.unlink() if not path.name.startswith("standard") else None
     assert place.run("--methods", "standard", "--seeds", "0", "1") == 0
     first, second = (place.tests()[f"standard-seed{seed}"] for seed in (0, 1))
     table = (place.results / "table.md").read_text()
@@ -140,6 +145,23 @@ def test_the_table_has_means_gaps_and_the_paper(place: Place, capsys: pytest.Cap
     mass = (first["deceiving"]["background_mass"] + second["deceiving"]["background_mass"]) / 2
     assert cells[8] == f"{100 * mass:.2f}%"
     assert "`fasterisnet benchmark mnist --methods standard --seeds 0 1 --recipe " in line
+    details = [line.split(" | ") for line in (place.results / "details.md").read_text().splitlines()[4:]]
+    assert [(words[1], words[2]) for words in details] == [(s, t) for s in "01" for t in ("iid", "ood", "deceiving")]
+    known = posterior(first["ood"]["confusion"], draws=DRAWS)
+    assert details[1][5] == f"{known.macro['f1'].mean:.3f} [{known.macro['f1'].low:.3f}, {known.macro['f1'].high:.3f}]"
+    audited = json.loads((tmp_path / "a" / "runs" / "standard-seed1" / "audit" / "audit.json").read_text())
+    changed = audited["models"][0]["causal"]["tests"]["mixed_other"]["changed"]
+    last = (place.results / "causal.md").read_text().splitlines()[-1]
+    assert last.startswith(f"| standard | 1 | {audited['split']} | {audited['images']} | {audited['verdict']} |")
+    assert f"{changed['mean']:.3f} [{changed['low']:.3f}, {changed['high']:.3f}]" in last
+
+
+def test_what_must_not_be_shown_is_an_outline(tmp_path: Path) -> None:
+    place = Place(tmp_path / "a")
+    (tmp_path / "a" / "recipe.yaml").write_text(RECIPE + "outlines: true\n")
+    assert place.run("--methods", "standard", "--set", "audit=0", "--set", "epochs=1") == 0
+    maps = load_file(place.results / "standard-seed0.safetensors")
+    assert bool((maps["images"] == 1).all()) and 0 < maps["masks"].float().mean() < 1 and bool(maps["maps"].any())
 
 
 def test_the_pictures_come_from_the_results(tmp_path: Path, place: Place) -> None:

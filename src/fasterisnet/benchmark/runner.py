@@ -9,6 +9,7 @@ import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from fasterisnet.benchmark.results import difference, finished, read_result
 from fasterisnet.benchmark.tables import write_tables
 from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.evaluation.attention import logits_of
-from fasterisnet.files import remove_leftovers, write_text
+from fasterisnet.files import read_json, remove_leftovers, write_text
 from fasterisnet.models import check_trust
 from fasterisnet.runs.config import Config
 from fasterisnet.runs.fingerprint import absolute
@@ -75,11 +76,27 @@ def _write_result(recipe: Recipe, run: Run, config: Config, result: Path, comman
         **_size_and_speed(run, trust),
         "tests": report["tests"],
         "epochs": progress["rows"],
+        **_audited(run),
     }
     calibration = run.path("calibration.json")
     if calibration.exists():
         content["ranges"] = json.loads(calibration.read_text(encoding="utf-8"))
     write_text(result, json.dumps(content, indent=1) + "\n")
+
+
+def _audited(run: Run) -> dict[str, Any]:
+    """The causal tests of the audit of a run, if it has one."""
+    path = run.path("audit/audit.json")
+    if not path.is_file():
+        return {}
+    audit = read_json(path)
+    causal = audit["models"][0]["causal"]
+    found = {
+        "changed": causal["tests"].get("mixed_other", {}).get("changed"),
+        "influence": causal["influence"],
+        "without_object": causal["tests"].get("object_erased", {}).get("accuracy"),
+    }
+    return {"audit": {**{key: audit[key] for key in ("split", "images", "verdict")}, **found}}
 
 
 def _size_and_speed(run: Run, trust: bool) -> dict[str, float]:

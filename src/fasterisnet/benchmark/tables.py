@@ -21,16 +21,27 @@ from fasterisnet.files import write_text
 FEW = 5  # classes that have a column each
 DRAWS = 20_000  # an interval to three digits
 MORE = {"macro AUC": "macro_auc", "relevance in the background": "background_mass"}
+CAUSAL = {
+    "answers changed by a background of another class": "changed",
+    "the background's part in what moves the outputs": "influence",
+    "right with the object erased": "without_object",
+}
 
 
 def write_tables(recipe: Recipe, folder: Path) -> str:
-    """table.md, which it returns, and details.md; of the first seed of each row accuracy.png, heatmaps.png, f.png."""
+    """table.md, details.md, causal.md; of the first seed of each row accuracy.png, heatmaps.png, f.png.
+
+    Returns the first table.
+    """
     results = read_results(folder, list(recipe.rows))
     if not results:
         raise InputError(f"{folder} has no finished run yet.")
     content = table(recipe, results)
     write_text(folder / "table.md", content + "\n")
     write_text(folder / "details.md", details(recipe, results) + "\n")
+    audited = causal(results)
+    if audited:
+        write_text(folder / "causal.md", audited + "\n")
     histories = {row: _history(recipe, runs[0]["epochs"]) for row, runs in results.items()}
     histories = {row: history for row, history in histories.items() if history}
     if histories:
@@ -102,6 +113,20 @@ def details(recipe: Recipe, results: Results) -> str:
         cells += [f"{found[key]:.3f}" if found.get(key) is not None else "-" for key in MORE.values()]
         lines.append(f"| {' | '.join([row, str(run['config']['seed']), test, str(found['samples']), *cells])} |")
     return "\n".join(lines)
+
+
+def causal(results: Results) -> str:
+    """One line an audited run: what became of its answers when backgrounds were exchanged or objects erased."""
+    audited = [(row, run) for row, runs in results.items() for run in runs if "audit" in run]
+    head = ["row", "seed", "test", "images", "verdict", *CAUSAL]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for row, run in audited:
+        audit = run["audit"]
+        known = [Estimate(**audit[key]) if audit[key] else None for key in CAUSAL.values()]
+        cells = [_estimate(estimate) if estimate else "-" for estimate in known]
+        seed, images = run["config"]["seed"], audit["images"]
+        lines.append(f"| {' | '.join([row, str(seed), audit['split'], str(images), audit['verdict'], *cells])} |")
+    return "\n".join(lines) if audited else ""
 
 
 def _estimate(estimate: Estimate) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.extras import install
 from fasterisnet.models.ag_sononet import ag_sononet, small_ag_sononet
 from fasterisnet.models.small import small_network
 from fasterisnet.models.unets import multitask_unet, small_multitask_unet
@@ -279,7 +280,7 @@ def _needed(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".", maxsplit=1)[0]
-        raise InputError(f"Models by name need the package {package}: pip install 'fasterisnet[train]'.") from error
+        raise InputError(f"Models by name need the package {package}: {install('train')}.") from error
 
 
 def _nearest(name: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
+from fasterisnet.extras import install
 from fasterisnet.models.vgg import vgg_blocks, vgg_widths
 
 DECODER = (256, 128, 64, 32, 16)
@@ -179,9 +180,7 @@ def needed(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise InputError(
-            f"This network needs the package {package.replace('_', '-')}: pip install 'fasterisnet[train]'."
-        ) from error
+        raise InputError(f"This network needs the package {package.replace('_', '-')}: {install('train')}.") from error
 
 
 def _without_idle_parts(encoder: nn.Module, images: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError
+from fasterisnet.extras import install
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "model.", "backbone.")
@@ -99,7 +100,7 @@ def _safetensors(file: Path) -> dict[str, Any]:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
-        raise InputError(f"Reading {file} needs the package safetensors: pip install 'fasterisnet[train]'.") from error
+        raise InputError(f"Reading {file} needs the package safetensors: {install('train')}.") from error
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
