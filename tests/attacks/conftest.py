@@ -17,6 +17,7 @@ from fasterisnet.training import loop
 OPTIONS = [
     "--method", "standard", "--model", "small", "--epochs", "2", "--size", "16", "--batch", "6", "--workers", "0",
     "--accelerator", "cpu", "--tensorboard", "false",
+    "--audit", "0",
 ]  # fmt: skip
 PER_EPOCH = 3  # updates
 

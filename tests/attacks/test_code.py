@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from attacks.conftest import OPTIONS, copied, main, train
+from commands import environment
 from fasterisnet.models import build_model
-from training.driving import environment
 
 EVIL = """
 from pathlib import Path

@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from attacks.conftest import OPTIONS, copied, main, train
+from commands import Command, environment
 from fasterisnet.runs.config import Config
 from fasterisnet.training.distributed import processes, resume_hint
-from training.driving import environment
 
 ABSENT = "mps" if torch.cuda.is_available() else "gpu"  # what this machine does not have
 
@@ -82,7 +82,7 @@ def test_a_terminal_that_knows_ascii_only(pictures: Path, tmp_path: Path) -> Non
     data = Path(shutil.copytree(pictures, tmp_path / "Bücher"))
     for top in (data, data / "masks"):
         (top / "test").rename(top / "prüfung")
-    command = ["train", "--data", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--epochs", "1"]
+    command = ["train", "--data", str(data), "--out", str(tmp_path / "run"), *OPTIONS, "--epochs", "1", "--audit", "6"]
     done = started(*command, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "pr\\xfcfung" in done.stdout
@@ -142,7 +142,8 @@ def test_a_full_disk(stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert len(last) == 1 and "No space left" in last[0] and f"--resume {run}" in last[0]
         assert (run / "state.pt").read_bytes() == before
         for kind in ("pt2", "onnx"):
-            done = started("export", str(run), "--format", kind, "--out", str(disk / f"x.{kind}"))
+            words = ["export", str(run), "--format", kind, "--out", str(disk / f"x.{kind}")]
+            done = Command(["-m", "fasterisnet.cli", *words]).wait()
             assert done.returncode == 1 and "No space left" in done.stderr.splitlines()[-1], done.stderr
             assert not list(disk.glob("*x.*"))
         filler.unlink()

@@ -13,9 +13,9 @@ import yaml
 from PIL import Image
 
 from attacks.conftest import OPTIONS, copied, main, train
+from commands import Command
 from fasterisnet import demo
 from fasterisnet.errors import UsageError
-from training.driving import environment
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -27,7 +27,7 @@ def test_odd_names_of_splits_stay_in_the_run(pictures: Path, tmp_path: Path) -> 
     data = Path(shutil.copytree(pictures, tmp_path / "data"))
     for top in (data, data / "masks"):
         (top / "test").rename(top / "te|st\x1b[31m <b>")
-    assert train(data, tmp_path / "run", "--epochs", "1") == 0
+    assert train(data, tmp_path / "run", "--epochs", "1", "--audit", "6") == 0
     report = (tmp_path / "run" / "report.md").read_text()
     assert "\x1b" not in report and "<b>" not in report and "te\\|st" in report
     assert [path.name for path in (tmp_path / "run").glob("heatmaps-*")] == ["heatmaps-te%7Cst%1B[31m %3Cb%3E.png"]
@@ -106,23 +106,11 @@ def test_one_process_at_a_time(
 
 @pytest.mark.slow
 def test_two_trainings_into_one_new_folder(pictures: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fasterisnet.cli",
-        "train",
-        "--data",
-        str(pictures),
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    both = [
-        subprocess.Popen([*command, *OPTIONS, "--seed", seed], env=environment(), stderr=subprocess.PIPE, text=True)
-        for seed in "12"
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2], errors
-    winner = next(i for i, process in enumerate(both) if process.returncode == 0)
+    command = ["-m", "fasterisnet.cli", "train", "--data", str(pictures), "--out", str(tmp_path / "run"), *OPTIONS]
+    both = [Command([*command, "--seed", seed]) for seed in "12"]
+    ends = [process.wait(timeout=120) for process in both]
+    assert sorted(end.returncode for end in ends) == [0, 2], [end.stderr for end in ends]
+    winner = next(i for i, end in enumerate(ends) if end.returncode == 0)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == winner + 1
 
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,21 +15,23 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import load_file, save_file
 
+from commands import Command, environment
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
 from fasterisnet.benchmark.tables import DRAWS, command_of
 from fasterisnet.cli import main
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.posterior import posterior
+from fasterisnet.runs import report
 from fasterisnet.training import loop
-from training.driving import environment
 
 RECIPE = """
 data: drawn
 seeds: [0]
 tests: [iid, ood, deceiving]
 common:
-  {model: small, size: 16, epochs: 2, batch: 30, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood]}
+  {model: small, size: 16, epochs: 2, batch: 30, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood],
+   audit: 9}
 rows:
   standard: {method: standard}
   reference: {method: standard, data_options: {bias: none}}
@@ -51,15 +54,44 @@ class Place:
     def run(self, *more: str) -> int:
         return main(["benchmark", "mnist", *self.options, *more])
 
+    @staticmethod
+    def like(other: Place, folder: Path) -> Place:
+        """With its runs and results, as if they had been made here."""
+        shutil.copytree(other.results.parent, folder)
+        for path in (folder / "results").glob("*.json"):
+            path.write_text(path.read_text().replace(str(other.results.parent), str(folder)))
+        return Place(folder)
+
     def tests(self) -> dict[str, Any]:
         return {path.stem: json.loads(path.read_text())["tests"] for path in sorted(self.results.glob("*.json"))}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_pictures() -> Iterator[None]:
+    """Those of single runs; they take longer than the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "picture", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """All rows, finished; not to be changed."""
+    place = Place(tmp_path_factory.mktemp("benchmark") / "whole")
+    assert place.run() == 0
+    return place
+
+
+@pytest.fixture
+def place(whole: Place, tmp_path: Path) -> Place:
+    """A copy to be changed."""
+    return Place.like(whole, tmp_path / "a")
+
+
 def test_stopped_twice_it_ends_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, cut = Place(tmp_path / "whole"), Place(tmp_path / "cut")
-    assert whole.run() == 0
+    cut = Place(tmp_path / "cut")
     update = loop.Training._update
     for limit in (10, 9):
         count = 0
@@ -80,11 +112,8 @@ def test_stopped_twice_it_ends_the_same(
 
 
 def test_finished_rows_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard") == 0
-
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("trained again")
 
@@ -94,8 +123,11 @@ def test_finished_rows_are_not_repeated(
     assert place.run("--report") == 0
 
 
-def test_the_table_has_means_gaps_and_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path / "a")
+def test_the_table_has_means_gaps_and_the_paper(
+    tmp_path: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in place.results.glob("*-seed0.*"):
+        path.unlink() if not path.name.startswith("standard") else None
     assert place.run("--methods", "standard", "--seeds", "0", "1") == 0
     first, second = (place.tests()[f"standard-seed{seed}"] for seed in (0, 1))
     table = (place.results / "table.md").read_text()
@@ -132,9 +164,7 @@ def test_what_must_not_be_shown_is_an_outline(tmp_path: Path) -> None:
     assert bool((maps["images"] == 1).all()) and 0 < maps["masks"].float().mean() < 1 and bool(maps["maps"].any())
 
 
-def test_the_pictures_come_from_the_results(tmp_path: Path) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard", "stochastic") == 0
+def test_the_pictures_come_from_the_results(tmp_path: Path, place: Place) -> None:
     shutil.rmtree(tmp_path / "a" / "runs")
     before = {path.name: path.read_bytes() for path in place.results.glob("*.png")}
     assert sorted(before) == ["accuracy.png", "f.png", "heatmaps.png"]
@@ -149,9 +179,9 @@ def test_the_pictures_come_from_the_results(tmp_path: Path) -> None:
     assert place.run("--report") == 1
 
 
-def test_results_of_the_same_data_elsewhere_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard") == 0
+def test_results_of_the_same_data_elsewhere_count(
+    tmp_path: Path, place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = place.results / "standard-seed0.json"
     recipe = Recipe.read("mnist", str(tmp_path / "a" / "recipe.yaml"))
     content = json.loads(file.read_text())
@@ -182,9 +212,7 @@ def only_tests(result: dict[str, Any]) -> dict[str, Any]:
     return {key: result[key] for key in ("iid", "ood", "deceiving")}
 
 
-def test_other_options_are_not_mixed_into_a_begun_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard") == 0
+def test_other_options_are_not_mixed_into_a_begun_run(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert place.run("--methods", "standard", "--set", "epochs=3") == 2
     assert "was made with epochs = 2, not 3" in capsys.readouterr().err
     (place.results / "standard-seed0.json").unlink()
@@ -193,10 +221,9 @@ def test_other_options_are_not_mixed_into_a_begun_run(tmp_path: Path, capsys: py
 
 
 def test_other_options_are_refused_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard") == 0
+    (place.results / "reference-seed0.json").unlink()
     monkeypatch.setattr("fasterisnet.benchmark.runner.train", lambda *_, **__: pytest.fail("trained"))
     assert place.run("--methods", "reference", "standard", "--set", "epochs=3") == 2
     assert place.run("--methods", "standard", "--seeds", "1", "--set", "epochs=3") == 2  # it would share a row
@@ -219,9 +246,7 @@ def test_a_result_is_the_last_thing_a_row_writes(tmp_path: Path, monkeypatch: py
     assert sorted(path.suffix for path in place.results.glob("standard*")) == [".json", ".safetensors"]
 
 
-def test_a_report_of_an_older_version_is_made_again(tmp_path: Path) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard") == 0
+def test_a_report_of_an_older_version_is_made_again(tmp_path: Path, place: Place) -> None:
     result, report = place.results / "standard-seed0.json", tmp_path / "a" / "runs" / "standard-seed0" / "report.json"
     before = json.loads(result.read_text())
     result.unlink()
@@ -233,9 +258,8 @@ def test_a_report_of_an_older_version_is_made_again(tmp_path: Path) -> None:
     assert {**after, "inference_milliseconds": 0} == {**before, "inference_milliseconds": 0}  # a time
 
 
-def test_maps_of_other_samples_are_not_drawn_over_these(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place(tmp_path / "a")
-    assert place.run("--methods", "standard", "reference") == 0
+def test_maps_of_other_samples_are_not_drawn_over_these(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert place.run("--report") == 0
     assert "is without" not in capsys.readouterr().out
     file = place.results / "reference-seed0.safetensors"
     save_file({**load_file(file), "images": load_file(file)["images"].flip(0).contiguous()}, file)
@@ -248,12 +272,22 @@ def test_two_processes(tmp_path: Path) -> None:
     """Two rows one after the other: the second is begun by processes that are already there."""
     place = Place(tmp_path / "a")
     command = [sys.executable, "-m", "fasterisnet.cli", "benchmark", "mnist", *place.options]
-    command += ["--methods", "standard", "stochastic", "--set", "devices=2", "--set", "accelerator=cpu"]
+    command += [
+        "--methods",
+        "standard",
+        "stochastic",
+        "--set",
+        "devices=2",
+        "--set",
+        "accelerator=cpu",
+        "--set",
+        "epochs=1",
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(place.tests()) == ["standard-seed0", "stochastic-seed0"]
     assert done.stdout.count("| stochastic | 0 |") == 1
-    again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    again = Command(command[1:]).wait()
     assert again.returncode == 0 and again.stdout.count("is finished") == 2
 
 

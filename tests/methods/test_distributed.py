@@ -5,16 +5,18 @@ All of it happens in one pair of processes; the tests look at what it left in a 
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fasterisnet as fi
+from commands import Command
 from methods.tester import ALL, IDS, Residual, Tester, filled, labels_for, masks_for, pictures
 
 PROCESSES = 2
@@ -88,7 +90,9 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("gloo")
-    multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    both = [Command([__file__, str(rank), str(folder)]) for rank in range(PROCESSES)]
+    for end in [process.wait() for process in both]:
+        assert end.returncode == 0, end.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
 
 
@@ -136,3 +140,7 @@ def test_calibrations_are_merged(processes: list[dict[str, Any]], name: str) -> 
         for merged, whole, part in zip(first.depths[depth], one.depths[depth], half.depths[depth], strict=True):
             assert merged == pytest.approx(whole, rel=1e-12)
             assert merged != pytest.approx(part, rel=1e-6)
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), sys.argv[2])

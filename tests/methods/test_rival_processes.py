@@ -5,16 +5,18 @@ All of it happens in one pair of processes; the tests look at what it left in a 
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fasterisnet as fi
+from commands import Command
 from fasterisnet.losses import has_foreground
 from methods.test_rivals import RIVALS
 from methods.tester import Residual, filled, labels_for, masks_for, pictures
@@ -68,7 +70,9 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("gloo")
-    multiprocessing.spawn(work, (str(folder),), nprocs=PROCESSES)
+    both = [Command([__file__, str(rank), str(folder)]) for rank in range(PROCESSES)]
+    for end in [process.wait() for process in both]:
+        assert end.returncode == 0, end.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(PROCESSES)]
 
 
@@ -84,3 +88,7 @@ def test_gradients_are_those_of_one_process(processes: list[dict[str, Any]], nam
         assert found[name].keys() == wanted.keys()
         for parameter, gradient in wanted.items():
             assert float((found[name][parameter] - gradient).abs().max()) <= 1e-10 * size, parameter
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), sys.argv[2])

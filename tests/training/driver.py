@@ -15,18 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasterisnet.files import replacing
-from fasterisnet.runs import folder as run
-from fasterisnet.runs.config import Config
-from fasterisnet.training import loop
-from fasterisnet.training.stopping import Stopped
-
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_at(what: str, number: int) -> None:
+    from fasterisnet.files import replacing
+    from fasterisnet.runs import folder as run
+    from fasterisnet.training import loop
+
     count = 0
 
     def counted() -> bool:
@@ -59,6 +57,13 @@ def die_at(what: str, number: int) -> None:
 
 
 def main() -> None:
+    """Imports are here since loader workers read this file too; pictures would take longer than the training."""
+    from fasterisnet.runs import report
+    from fasterisnet.runs.config import Config
+    from fasterisnet.training import loop
+    from fasterisnet.training.stopping import Stopped
+
+    report.picture = lambda *_: None
     config, *rest = sys.argv[1:]
     resume = "resume" in rest
     here = "rank1" not in rest or os.environ.get("LOCAL_RANK") == "1"

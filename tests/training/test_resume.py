@@ -14,7 +14,7 @@ from fasterisnet.runs.folder import Run
 from training.driving import driven
 
 OPTIONS: dict[str, Any] = {
-    "data": "drawn", "method": "stochastic", "model": "small", "size": 16, "epochs": 3, "batch": 24,
+    "data": "drawn?per_class=16&size=16", "method": "stochastic", "model": "small", "size": 16, "epochs": 3, "batch": 6,
     "augmentation": "crop", "workers": 1, "calibration_epochs": 1, "checkpoint_every": 2,
     "watch": ["ood"], "accelerator": "cpu",
 }  # fmt: skip
@@ -57,9 +57,9 @@ def test_killed_at_random_steps(tmp_path: Path, uninterrupted: dict[str, bytes])
 @pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:
     folder = tmp_path / "run"
-    assert drive(folder, "checkpoint", "1") != 0
-    assert drive(folder, "resume", "checkpoint", "4") != 0
-    assert drive(folder, "resume") == 0
+    assert drive(folder, "checkpoint", "1", workers=0) != 0
+    assert drive(folder, "resume", "checkpoint", "4", workers=0) != 0
+    assert drive(folder, "resume", workers=0) == 0
     assert outcome(folder) == uninterrupted
 
 
@@ -73,7 +73,7 @@ def test_loading_in_the_same_process_changes_nothing(tmp_path: Path, uninterrupt
 @pytest.mark.slow
 def test_another_seed_is_another_run(tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:
     folder = tmp_path / "run"
-    assert drive(folder, seed=1) == 0
+    assert drive(folder, seed=1, workers=0) == 0
     assert outcome(folder)["metrics.csv"] != uninterrupted["metrics.csv"]
 
 
@@ -86,6 +86,7 @@ def test_dropout_and_accumulation_go_on_exactly(tmp_path: Path) -> None:
         "accumulate": 2,
         "epochs": 2,
         "checkpoint_every": 1,
+        "workers": 0,
     }
     assert drive(tmp_path / "whole", **changes) == 0
     assert drive(tmp_path / "cut", "step", "2", **changes) != 0
