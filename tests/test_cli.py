@@ -130,6 +130,14 @@ def test_explain_takes_folders(
     assert "no image files" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["explain", "RUN", "a.png"], ["audit", "RUN", "--data", "drawn"]])
+def test_pictures_cannot_go_into_a_file(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before the work: not even the run is looked for."""
+    (tmp_path / "file").touch()
+    assert main([*command, "--out", str(tmp_path / "file" / "inside")]) == 2
+    assert "file is not a folder that you may write to" in capsys.readouterr().err
+
+
 def test_explain_an_unknown_class(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = next((folder / "test").rglob("*.png"))
     assert main(["explain", str(run), str(image), "--target", "disk"]) == 2

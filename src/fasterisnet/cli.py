@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -343,6 +343,7 @@ def _explain(options: argparse.Namespace) -> int:
     from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.explain import explain_files
 
+    _check_folder(options.out)
     for path in explain_files(
         [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
         rule=options.rule, trust=options.trust, device=chosen_device(options.accelerator),
@@ -387,6 +388,7 @@ def _audit(options: argparse.Namespace) -> int:
     from fasterisnet.evaluation.explainers import DEFAULT
     from fasterisnet.runs.device import chosen_device
 
+    _check_folder(options.out)
     settings = Settings(
         options.limit, options.explained, explainers=tuple(options.explainer or DEFAULT), batch=options.batch,
         seed=options.seed,
@@ -406,7 +408,13 @@ def _check_file(path: str | None) -> None:
         return
     if Path(path).is_dir():
         raise UsageError(f"{path} is a folder; give the name of the file to write.")
-    there = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    _check_folder(path, Path(path).absolute().parents)
+
+
+def _check_folder(path: str, folders: Iterable[Path] | None = None) -> None:
+    """Whether files can be written into a folder that is there or will be. folders: from the innermost on."""
+    place = Path(path).absolute()
+    there = next(folder for folder in folders or (place, *place.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UsageError(f"{path} cannot be written: {there} is not a folder that you may write to.")
 

@@ -85,3 +85,9 @@ def test_rounding_is_no_offence(dtype: torch.dtype) -> None:
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET)
     images = ((values().to(dtype) - mean.to(dtype)) / std.to(dtype)).float()
     fi.explain(network(), images, box=fi.normalised_box(*IMAGENET))
+
+
+@pytest.mark.parametrize(("mean", "std"), [([0.5], [0.0]), ([0.5], [0.1, 0.2]), ([0.5], [-0.5])])
+def test_a_normalisation_that_is_none(mean: list[float], std: list[float]) -> None:
+    with pytest.raises(InputError, match="one of each a channel, with std above 0"):
+        fi.normalised_box(mean, std)

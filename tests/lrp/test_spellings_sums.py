@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lrp.helpers import RULES, SMALL, TWO_RULES, assert_alike, pictures, twins
+import fasterisnet as fi
+from lrp.helpers import RULES, SMALL, TWO_RULES, assert_alike, pictures, quietly, twins
 
 WIDTH = 8
 
@@ -158,3 +159,68 @@ def test_maximum_pooling(name: str, rule: str) -> None:
         fc=nn.Linear(8, 3),
     )
     assert_alike(*nets, pictures(2, 3, 4, 4), rule=rule, what=name)
+
+
+# --- nothing is summed, nothing is shifted -------------------------------------------------------------------------
+
+ONE_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean((2, 3)),
+    "sum": lambda x: x.sum((2, 3)),
+    "adaptive": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+    "resized": lambda x: F.interpolate(x, size=(1, 1), mode="bilinear").flatten(1),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_a_pool_of_one_number_is_none(name: str, rule: str) -> None:
+    pools: list[Callable[[Tensor], Tensor]] = [lambda x: x.flatten(1), ONE_NUMBER[name]]
+    functions = [lambda m, x, pool=pool: m.fc(pool(m.conv(x))) for pool in pools]
+    plain, other = twins(functions, conv=nn.Conv2d(3, 5, 6), fc=nn.Linear(5, 3))
+    assert_alike(plain, other, pictures(), rule=rule)
+
+
+SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "minus the highest": lambda s: s - s.amax(-1, keepdim=True),
+    "minus the highest, detached": lambda s: s - s.amax(-1, keepdim=True).detach(),
+    "minus the mean": lambda s: s - s.mean(-1, keepdim=True),
+    "plus a number": lambda s: s + 3,
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_softmax_does_not_see_what_all_scores_have(name: str, rule: str) -> None:
+    def attention(shift: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        def forward(m: Any, x: Tensor) -> Tensor:
+            tokens = x.flatten(2)
+            scores = shift(m.q(tokens) @ m.k(tokens).mT / 6)
+            return m.fc((scores.softmax(-1) @ m.v(tokens)).flatten(1))
+
+        return forward
+
+    linear = {name: nn.Linear(36, 6) for name in "qkv"}
+    plain, other = twins([attention(lambda s: s), attention(SHIFTS[name])], **linear, fc=nn.Linear(18, 3))
+    assert_alike(plain, other, pictures(), rule=rule)
+
+
+IN_PARTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor], Tensor]]] = {
+    "layer norm": (
+        lambda m, x: F.layer_norm(x, (6,)),
+        lambda m, x: (x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt(),
+    ),
+    "leaky ReLU": (lambda m, x: F.leaky_relu(x, 0.1), lambda m, x: torch.relu(x) + 0.1 * x.clamp(max=0)),
+    "PReLU": (lambda m, x: F.leaky_relu(x, 0.1), lambda m, x: torch.relu(x) - 0.1 * torch.relu(-x)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_is_taken_apart_is_the_same_or_loud(name: str, rule: str) -> None:
+    functions = [lambda m, x, step=step: m.fc(step(m, m.conv(x)).flatten(1)) for step in IN_PARTS[name]]
+    plain, other = twins(functions, conv=nn.Conv2d(3, 4, 3, padding=1), fc=nn.Linear(144, 3))
+    if rule == "epsilon":
+        assert_alike(plain, other, pictures(), rule=rule)
+    elif rule == "zplus" or name != "layer norm":
+        assert quietly(lambda: fi.explain(other, pictures(), 1, rule=rule))[1]
+    assert not quietly(lambda: fi.explain(plain, pictures(), 1, rule=rule))[1]

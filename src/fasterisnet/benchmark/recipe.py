@@ -105,8 +105,10 @@ def _merged(*layers: dict[str, Any]) -> dict[str, Any]:
 def change(text: str) -> tuple[str, Any]:
     """An option of all rows and its value, from `KEY=VALUE`."""
     key, separator, value = text.partition("=")
-    if not separator or key not in OPTIONS:
-        raise UsageError(f"--set {text}: give KEY=VALUE with a known key{nearest(key, OPTIONS)}")
+    if not separator:
+        raise UsageError(f"--set {text}: give KEY=VALUE.")
+    if key not in OPTIONS:
+        raise UsageError(f"--set {text}: there is no option '{key}'{nearest(key, OPTIONS)}")
     if key in OWN:
         raise UsageError(f"--set {text}: every run has its own {key}; use {OWN[key]}.")
     try:

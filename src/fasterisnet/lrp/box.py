@@ -22,6 +22,8 @@ def normalised_box(mean: Sequence[float], std: Sequence[float]) -> tuple[list[fl
         >>> normalised_box([0.5], [0.5])
         ([-1.0], [1.0])
     """
+    if len(mean) != len(std) or not all(s > 0 for s in std):
+        raise InputError(f"mean is {list(mean)} and std is {list(std)}; give one of each a channel, with std above 0.")
     pairs = list(zip(mean, std, strict=True))
     return [(0 - m) / s for m, s in pairs], [(1 - m) / s for m, s in pairs]
 

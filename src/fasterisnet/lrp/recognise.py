@@ -211,6 +211,21 @@ def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[st
     return frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
 
 
+def functions_of_one(first: Edge, second: Edge, active: Active) -> bool:
+    """Whether two operands are functions of one value, element by element, and one of them an activation."""
+    (a, in_first), (b, in_second) = (_origin(edge, active) for edge in (first, second))
+    return a[0] is b[0] and a[1] == b[1] and bool((in_first | in_second) & ACTIVATIONS)
+
+
+def _origin(edge: Edge, active: Active) -> tuple[Edge, frozenset[str]]:
+    """Where something comes from by steps that each take one value, and their kinds."""
+    kinds = set()
+    while edge[0] is not None and kind(edge[0]) in UNARY and sum(active(edge[0])) == 1:
+        kinds.add(kind(edge[0]))
+        edge = edges(edge[0])[active(edge[0]).index(True)]
+    return edge, frozenset(kinds)
+
+
 def _tanhshrink(node: Node) -> Activation | None:
     """`x - tanh(x)`."""
     first, second = edges(node)[0], edges(node)[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 
 import torch
@@ -10,10 +11,26 @@ from torch import Tensor
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.epsilon import product_half
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, MOVING, Edge, Node, descend, edges, kind, source
+from fasterisnet.lrp.kinds import (
+    BATCH_NORMS,
+    GROUPS,
+    MOVING,
+    PERMUTING,
+    POOLING,
+    Edge,
+    Node,
+    descend,
+    edges,
+    kind,
+    shape,
+    source,
+)
 from fasterisnet.lrp.layers import CLASSES, Unit, layer, norm, operand, through, unit
-from fasterisnet.lrp.recognise import shares, unscaled
+from fasterisnet.lrp.recognise import functions_of_one, shares, unscaled
 from fasterisnet.lrp.walk import Step
+
+# Pools of which one that takes as many numbers as it gives takes every number alone.
+OF_ALL = frozenset({"Mean", "Sum", "Nansum", *(k for k in POOLING if k.startswith(("AdaptiveAvgPool", "Upsample")))})
 
 
 def linear_zplus(at: Step) -> None:
@@ -107,6 +124,10 @@ def sum_zplus(at: Step) -> None:
             return
         if of_parts(at, at.edge(at.active.index(True))):
             at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
+    elif _is_mean_of(at, 1, 0) or _is_mean_of(at, 0, 1):
+        at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
+    elif functions_of_one(at.edge(0), at.edge(1), at.walk.active):
+        at.warn("adds functions of the same values, like an activation in parts; z+ takes them for two things.")
     if all(at.active) and len(at.active) == 2 and set(at.flow) == {"R"} and parts[0].shape == parts[1].shape:
         for position, R in enumerate(SumShares.apply(at.arrived("R"), *parts, at.eps)):
             at.send_R(position, R)
@@ -129,6 +150,15 @@ def adds_nothing(at: Step) -> bool:
     """Whether the number zero is added."""
     added = [] if at.note is None or sum(at.active) != 1 else at.note.operands[:2]
     return any(isinstance(value, int | float) and value == 0 for value in added)
+
+
+def _is_mean_of(at: Step, this: int, other: int) -> bool:
+    """Whether one operand of a sum is the mean of the other."""
+    node = source(at.edge(this), MOVING)[0]
+    if node is None or kind(node) not in ("Mean", "VarMean", "StdMean"):
+        return False
+    below, values = (source(edge, PERMUTING) for edge in (edges(node)[0], at.edge(other)))
+    return below[0] is values[0] and below[1] == values[1]
 
 
 def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | None = None) -> bool:
@@ -158,6 +188,9 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 
 def pool_zplus(at: Step) -> None:
     """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`."""
+    if at.kind in OF_ALL and math.prod(shape(at.edge(0))) == math.prod(shape((at.node, 0))):
+        at.pass_on()  # every sum has one number
+        return
     known = None if at.note is None else at.note.tensors
     xs = [wide(known[i] if known else operand(at.node, i, "self")) if on else None for i, on in enumerate(at.active)]
     positive = [None if x is None else x.clamp(min=0) for x in xs]
@@ -185,9 +218,23 @@ def activation_zplus(at: Step) -> None:
 
 
 def softmax_zplus(at: Step) -> None:
-    """Relevance of a weight is that of its score."""
+    """Relevance of a weight is that of its score, before anything was added to all scores at once."""
     for form, by in at.flow.items():
-        at.send(0, form, by[0] if form == "R" else at.ordinary(by)[0])
+        edge = _unshifted(at) if form == "R" else at.edge(0)
+        at.send(edge, form, by[0] if form == "R" else at.ordinary(by)[0])
+
+
+def _unshifted(at: Step) -> Edge:
+    """Scores without what is the same for all that a softmax compares, such as their maximum."""
+    edge, size = at.edge(0), shape(at.edge(0))
+    while (node := source(edge)[0]) is not None and kind(node) in ("Add", "Sub") and not at.walk.wants(edge):
+        shift = operand(node, 1)
+        dim = at.saved("dim") % len(size) - len(size)
+        alike = not isinstance(shift, Tensor) or shift.ndim < -dim or shift.shape[dim] == 1
+        if not at.walk.active(node)[0] or not alike or shape(edges(node)[0]) != size:
+            break
+        edge = edges(node)[0]
+    return edge
 
 
 def _product_zplus(at: Step) -> None:
