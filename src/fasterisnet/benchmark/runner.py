@@ -30,7 +30,7 @@ from fasterisnet.training.console import Terminal
 from fasterisnet.training.distributed import is_first_process
 from fasterisnet.training.loop import train
 
-BATCH, ROUNDS = 32, 8  # of the measurement of inference
+BATCH, ROUNDS = 32, 50  # of the measurement of inference
 
 
 def begun(config: Config) -> bool:

@@ -286,6 +286,9 @@ def _name(axes: np.ndarray, top: Sequence[str], left: Sequence[str]) -> None:
         row[0].set_ylabel(text, fontsize=10, parse_math=False)
 
 
+LONGEST_BAR = 6.0  # inches; it grows wide with its length
+
+
 def _colour_bar(figure: Figure, axes: np.ndarray, bound: float | None) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -294,8 +297,9 @@ def _colour_bar(figure: Figure, axes: np.ndarray, bound: float | None) -> None:
     colours = ListedColormap(_coloured(torch.full_like(scale, 0.5), scale)[:, 0].T.numpy())
     reach = 1.0 if bound is None else bound
     bar = figure.colorbar(
-        ScalarMappable(Normalize(-reach, reach), colours), ax=axes.ravel().tolist(), shrink=0.8, aspect=30
-    )
+        ScalarMappable(Normalize(-reach, reach), colours), ax=axes.ravel().tolist(), aspect=30,
+        shrink=min(0.8, LONGEST_BAR / figure.get_figheight()),
+    )  # fmt: skip
     bar.set_ticks([-reach, 0, reach], labels=[f"−{reach:g}\nagainst", "0", f"{reach:g}\nfor"], fontsize=9)
     bar.set_label("relevance, share of\nthe map's top 0.1 %" if bound is None else "relevance", fontsize=9)
 
