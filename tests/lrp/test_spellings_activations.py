@@ -124,6 +124,8 @@ RELUS: dict[str, Activation] = {
     "permuted": lambda t: t.transpose(0, 1).relu().transpose(0, 1),
     "in halves": lambda t: torch.cat([torch.relu(h) for h in t.chunk(2, 1)], 1),
     "sample by sample": lambda t: torch.stack([torch.relu(s) for s in t]),
+    "-minimum(-x, 0)": lambda t: -torch.minimum(-t, ZERO),
+    "-clamp(-x, max=0)": lambda t: -(-t).clamp(max=0),
 }
 # Not in the list: equal, or loud.
 RARE_RELUS: dict[str, Activation] = {
@@ -133,8 +135,6 @@ RARE_RELUS: dict[str, Activation] = {
     "(x + |x|)/2": lambda t: (t + t.abs()) / 2,
     "maximum(0*x, x)": lambda t: torch.maximum(0 * t, t),
     "x - minimum(x, 0)": lambda t: t - t.clamp(max=0),
-    "-minimum(-x, 0)": lambda t: -torch.minimum(-t, ZERO),
-    "-clamp(-x, max=0)": lambda t: -(-t).clamp(max=0),
     "x * sign+": lambda t: t * t.sign().clamp(min=0),
     "prelu(0)": lambda t: F.prelu(t, torch.zeros(1, dtype=t.dtype)),
     "max of a stack": lambda t: torch.stack([t, torch.zeros_like(t)]).amax(0),

@@ -210,6 +210,10 @@ IN_PARTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor
         lambda m, x: (x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True, unbiased=False) + 1e-5).rsqrt(),
     ),
     "leaky ReLU": (lambda m, x: F.leaky_relu(x, 0.1), lambda m, x: torch.relu(x) + 0.1 * x.clamp(max=0)),
+    "layer": (
+        lambda m, x: F.linear(x, m.own.weight, m.own.bias),
+        lambda m, x: (x.unsqueeze(-2) * m.own.weight).sum(-1) + m.own.bias,
+    ),
     "PReLU": (lambda m, x: F.leaky_relu(x, 0.1), lambda m, x: torch.relu(x) - 0.1 * torch.relu(-x)),
 }
 
@@ -218,7 +222,8 @@ IN_PARTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tensor
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_what_is_taken_apart_is_the_same_or_loud(name: str, rule: str) -> None:
     functions = [lambda m, x, step=step: m.fc(step(m, m.conv(x)).flatten(1)) for step in IN_PARTS[name]]
-    plain, other = twins(functions, conv=nn.Conv2d(3, 4, 3, padding=1), fc=nn.Linear(144, 3))
+    parts = {"conv": nn.Conv2d(3, 4, 3, padding=1), "own": nn.Linear(6, 6), "fc": nn.Linear(144, 3)}
+    plain, other = twins(functions, **parts)
     if rule == "epsilon":
         assert_alike(plain, other, pictures(), rule=rule)
     elif rule == "zplus" or name != "layer norm":

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class Activation(NamedTuple):
-    """`y = f(x)`, x coming from `edge`."""
+    """`y = f(x)`, x coming from `edge`. rectifies: it is a ReLU. mirrored: it is `min(x, 0)`."""
 
     x: Tensor
     y: Tensor
     edge: Edge
     rectifies: bool = False
+    mirrored: bool = False
 
 
 # --- activations ---------------------------------------------------------------------------------------------------
@@ -72,7 +73,8 @@ def activation(node: Node, active: Active) -> Activation | None:
         edge = edges(node)[0]
         rectifies = _rectifies(node, what)
         y = x.clamp(min=0) if rectifies else run_again(node, x)
-        return Activation(x.expand_as(y), y, edge if rectifies else _without_rectifier(node, edge), rectifies)
+        edge = edge if rectifies else _without_rectifier(node, edge)
+        return Activation(x.expand_as(y), y, edge, rectifies, _mirrors(node, what))
     if what == "Relu":
         y = node._saved_result
         return Activation(y, y, edges(node)[0], True)
@@ -98,6 +100,11 @@ def _rectifies(node: Node, what: str) -> bool:
         return node._saved_threshold == 0 and operand(node, 2) == 0
     upper = getattr(node, "_saved_max", None) if what == "Clamp" else None
     return what in ("Clamp", "ClampMin") and upper is None and _all_zero(node._saved_min)
+
+
+def _mirrors(node: Node, what: str) -> bool:
+    upper_only = what == "ClampMax" or (what == "Clamp" and node._saved_min is None)
+    return upper_only and _all_zero(node._saved_max)
 
 
 def _all_zero(bound: Any) -> bool:
@@ -128,7 +135,8 @@ def _bounded(node: Node, what: str, active: Active) -> Activation | None:
         if what in ("Maximum", "Fmax") and _all_zero(bound) and x.shape == y.shape:
             return Activation(x, y, edge, True)
         if not active(node)[1 - at]:
-            return Activation(x.expand_as(y), y, _without_rectifier(node, edge))
+            mirrored = what in ("Minimum", "Fmin") and _all_zero(bound)
+            return Activation(x.expand_as(y), y, _without_rectifier(node, edge), mirrored=mirrored)
         if x.shape == y.shape and _steps(other, source(edge), active) is not None:
             return Activation(x, y, edge)
     return None

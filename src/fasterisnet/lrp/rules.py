@@ -32,6 +32,7 @@ from fasterisnet.lrp.zplus import (
     activation_zplus,
     adds_nothing,
     first_layer,
+    is_written_out,
     linear_zplus,
     norm_zplus,
     of_parts,
@@ -110,6 +111,8 @@ def announce(at: Step, table: RuleTable) -> None:
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
     elif table.needs_values and (complex_layer or (GROUPS.get(at.kind) == "bilinear" and sum(at.active) == 1)):
         at.warn("is a layer that z+ and gamma do not know; its derivative was used.")
+    elif table.needs_values and not table.in_R and is_written_out(at, (at.node, 0)):
+        at.warn("adds up products with weights, a layer in parts; gamma takes its derivative.")
     elif table.in_R:
         weight = {"Lerp": at.saved("weight"), "IndexAdd": at.saved("alpha")}.get(at.kind, 0)
         upper = 1 if at.kind == "Lerp" else math.inf
@@ -155,12 +158,12 @@ def linear_gamma(gamma: float) -> Rule:
 
 
 def activation_pass(at: Step) -> None:
-    """ReLU: `G_x = G_y` where y > 0, relevance unchanged. Others as epsilon."""
+    """ReLU: `G_x = G_y` where y > 0, relevance unchanged; likewise `min(x, 0)`. Others as epsilon."""
     found = at.activation
-    if found is None or not found.rectifies:
+    if found is None or not (found.rectifies or found.mirrored):
         activation_epsilon(at)
     else:
-        at.send_G(found.edge, torch.ops.aten.threshold_backward(at.G, found.y, 0))
+        at.send_G(found.edge, torch.ops.aten.threshold_backward(at.G, -found.y if found.mirrored else found.y, 0))
 
 
 # --- tables --------------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from fasterisnet.lrp.layers import CLASSES, Unit, layer, norm, operand, through,
 from fasterisnet.lrp.recognise import functions_of_one, shares, unscaled
 from fasterisnet.lrp.walk import Step
 
-# Pools of which one that takes as many numbers as it gives takes every number alone.
-OF_ALL = frozenset({"Mean", "Sum", "Nansum", *(k for k in POOLING if k.startswith(("AdaptiveAvgPool", "Upsample")))})
+# Pools that take every number alone where they leave the size, or the number of numbers, as it was.
+RESIZING = frozenset(kind for kind in POOLING if kind.startswith(("AdaptiveAvgPool", "Upsample")))
+WHOLE = frozenset({"Mean", "Sum", "Nansum"})
 
 
 def linear_zplus(at: Step) -> None:
@@ -122,7 +123,8 @@ def sum_zplus(at: Step) -> None:
         if layer_with_bias is not None:
             _zplus(at, layer_with_bias, lambda: parts[0] + parts[1])
             return
-        if of_parts(at, at.edge(at.active.index(True))):
+        below = at.edge(at.active.index(True))
+        if of_parts(at, below) or is_written_out(at, below):
             at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
     elif _is_mean_of(at, 1, 0) or _is_mean_of(at, 0, 1):
         at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
@@ -161,6 +163,16 @@ def _is_mean_of(at: Step, this: int, other: int) -> bool:
     return below[0] is values[0] and below[1] == values[1]
 
 
+def is_written_out(at: Step, edge: Edge) -> bool:
+    """Whether something is a layer by hand: the sum of products with weights of both signs."""
+    node = source(edge, PERMUTING)[0]
+    product = source(edges(node)[0], PERMUTING)[0] if node is not None and kind(node) == "Sum" else None
+    if product is None or kind(product) != "Mul" or sum(at.walk.active(product)) != 1:
+        return False
+    weight = product._saved_other if at.walk.active(product)[0] else product._saved_self
+    return isinstance(weight, Tensor) and bool((weight < 0).any())
+
+
 def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | None = None) -> bool:
     """Whether something was put together from layers without a bias; `cut`: from parts of layers that read `below`."""
     waiting = [(edge, at.walk.is_beside)]
@@ -188,7 +200,8 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 
 def pool_zplus(at: Step) -> None:
     """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`."""
-    if at.kind in OF_ALL and math.prod(shape(at.edge(0))) == math.prod(shape((at.node, 0))):
+    before, after = shape(at.edge(0)), shape((at.node, 0))
+    if before == after if at.kind in RESIZING else at.kind in WHOLE and math.prod(before) == math.prod(after):
         at.pass_on()  # every sum has one number
         return
     known = None if at.note is None else at.note.tensors
@@ -207,7 +220,7 @@ def activation_zplus(at: Step) -> None:
     found = at.activation
     if found is None:
         at.pass_on()
-    elif found.rectifies:
+    elif found.rectifies or found.mirrored:
         at.send_R(found.edge, at.relevance(lambda: found.y))
     else:
         if at.arrived("R") is not None:
