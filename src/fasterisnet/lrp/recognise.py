@@ -219,10 +219,13 @@ def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[st
     return frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
 
 
-def functions_of_one(first: Edge, second: Edge, active: Active) -> bool:
-    """Whether two operands are functions of one value, element by element, and one of them an activation."""
-    (a, in_first), (b, in_second) = (_origin(edge, active) for edge in (first, second))
-    return a[0] is b[0] and a[1] == b[1] and bool((in_first | in_second) & ACTIVATIONS)
+def is_in_parts(node: Node, active: Active) -> bool:
+    """Whether a sum is an activation in parts: two functions of one value, each zero where the other is not."""
+    (a, in_a), (b, in_b) = (_origin(edge, active) for edge in edges(node)[:2])
+    if a[0] is not b[0] or a[1] != b[1] or not (in_a & ACTIVATIONS and in_b & ACTIVATIONS):
+        return False
+    first, second = (operand(node, i) for i in range(2))
+    return not bool(((first != 0) & (second != 0)).any())
 
 
 def _origin(edge: Edge, active: Active) -> tuple[Edge, frozenset[str]]:

@@ -26,7 +26,7 @@ from fasterisnet.lrp.epsilon import (
 from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, SUMS
 from fasterisnet.lrp.layers import Unit, layer, through, unit
-from fasterisnet.lrp.recognise import activation, functions_of_one, masks_itself
+from fasterisnet.lrp.recognise import activation, is_in_parts, masks_itself
 from fasterisnet.lrp.walk import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
@@ -150,7 +150,7 @@ def linear_gamma(gamma: float) -> Rule:
             constant = at.kind in SUMS and sum(at.active) == 1 and not adds_nothing(at)
             if constant and of_parts(at, at.edge(at.active.index(True))):
                 at.warn("adds a constant to parts of layers; gamma takes it for a step of its own.")
-            elif at.kind in SUMS and all(at.active) and functions_of_one(at.edge(0), at.edge(-1), at.walk.active):
+            elif at.kind in SUMS and sum(at.active) == 2 and is_in_parts(at.node, at.walk.active):
                 at.warn("adds functions of the same values, like an activation in parts; gamma takes each for itself.")
             (at.pass_on if at.kind in SUMS else lambda: product_half(at))()
 

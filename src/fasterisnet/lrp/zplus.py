@@ -26,7 +26,7 @@ from fasterisnet.lrp.kinds import (
     source,
 )
 from fasterisnet.lrp.layers import CLASSES, Unit, layer, norm, operand, through, unit
-from fasterisnet.lrp.recognise import functions_of_one, shares, unscaled
+from fasterisnet.lrp.recognise import is_in_parts, shares, unscaled
 from fasterisnet.lrp.walk import Step
 
 # Pools that take every number alone where they leave the size, or the number of numbers, as it was.
@@ -128,7 +128,7 @@ def sum_zplus(at: Step) -> None:
             at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
     elif _is_mean_of(at, 1, 0) or _is_mean_of(at, 0, 1):
         at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
-    elif functions_of_one(at.edge(0), at.edge(1), at.walk.active):
+    elif is_in_parts(at.node, at.walk.active):
         at.warn("adds functions of the same values, like an activation in parts; z+ takes them for two things.")
     if all(at.active) and len(at.active) == 2 and set(at.flow) == {"R"} and parts[0].shape == parts[1].shape:
         for position, R in enumerate(SumShares.apply(at.arrived("R"), *parts, at.eps)):
