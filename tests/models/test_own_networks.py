@@ -66,7 +66,7 @@ def test_the_papers_multitask_unet() -> None:
 
 
 @pytest.mark.parametrize("size", [28, 33])
-@pytest.mark.parametrize("name", ["ag_sononet_small", "multitask_unet_small", "segmented"])
+@pytest.mark.parametrize("name", ["ag_sononet_small", "multitask_unet_small", "resnet18_half", "segmented"])
 def test_of_any_size_explained_and_exported(name: str, size: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     if name == "segmented":
@@ -86,6 +86,16 @@ def test_a_shallow_unet_keeps_nothing_idle() -> None:
         model = unet(encoder, 1, 32)
         model(images(32, 1)).sum().backward()
         assert all(p.grad is not None for p in model.parameters()), encoder
+
+
+def test_half_a_resnet18_is_one_with_half_the_channels() -> None:
+    half, whole = build_model("resnet18_half", 7, channels=3), build_model("resnet18", 7)
+    sizes = {name: value.shape for name, value in whole.state_dict().items()}
+    assert list(half.state_dict()) == list(sizes)
+    for name, value in half.state_dict().items():
+        if value.dim() and not name.startswith("fc"):
+            assert value.shape[0] == sizes[name][0] // 2, name
+    assert sum(p.numel() for p in half.parameters()) < 0.26 * sum(p.numel() for p in whole.parameters())
 
 
 def test_names_are_listed() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
-import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +13,11 @@ import torch
 
 from fasterisnet.audit.audit import audit_run
 from fasterisnet.benchmark.pictures import save_maps
-from fasterisnet.benchmark.recipe import Recipe, change
-from fasterisnet.benchmark.results import difference, finished, read_result
-from fasterisnet.benchmark.tables import write_tables
+from fasterisnet.benchmark.recipe import Recipe
+from fasterisnet.benchmark.results import difference
 from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.evaluation.attention import logits_of
-from fasterisnet.files import read_json, remove_leftovers, write_text
-from fasterisnet.models import check_trust
+from fasterisnet.files import read_json, write_text
 from fasterisnet.runs.config import Config
 from fasterisnet.runs.fingerprint import absolute
 from fasterisnet.runs.folder import Run
@@ -111,53 +107,3 @@ def _size_and_speed(run: Run, trust: bool) -> dict[str, float]:
             times.append(time.perf_counter() - begin)
     milliseconds = 1000 * min(times) / BATCH  # whatever else the machine does only adds to it
     return {"parameters": sum(p.numel() for p in model.parameters()), "inference_milliseconds": milliseconds}
-
-
-def main(options: argparse.Namespace) -> int:
-    """`fasterisnet benchmark`."""
-    recipe = Recipe.read(options.name, options.recipe)
-    everything = options.methods == ["all"]
-    recipe = recipe.with_all_methods() if everything else recipe
-    recipe = recipe.quickly() if options.quick else recipe
-    runs = Path(options.runs or f"runs/{recipe.name}")
-    results = Path(options.results or f"results/{recipe.name}")
-    changes = dict(change(text) for text in options.set)
-    plan = {
-        (row, seed): recipe.config(row, seed, options.data, runs / f"{row}-seed{seed}", changes)
-        for seed in options.seeds or recipe.seeds
-        for row in (recipe.rows if everything else options.methods or recipe.rows)
-    }
-    files = {(row, seed): results / f"{row}-seed{seed}.json" for row, seed in plan}
-    if options.list:
-        for run, config in plan.items():
-            state = "finished" if files[run].exists() else "to do"
-            print(f"{files[run].stem}: {state}\n  {vars(config)}")
-        return 0
-    if not options.report:
-        for config in plan.values():
-            check_trust(config.model, options.trust)
-        if is_first_process():
-            remove_leftovers(results)
-        done = {run for run, config in plan.items() if finished(files[run], config)}
-        goes_on = {run for run, config in plan.items() if run not in done and begun(config)}
-        for run, config in plan.items():
-            if run not in done:
-                command = _command(options, *run)
-                run_row(recipe, config, run in goes_on, files[run], command, trust=options.trust)
-            elif is_first_process():
-                data = read_result(files[run])["config"]["data"]
-                print(f"{files[run].stem} is finished ({data}); from scratch: --runs NEW --results NEW/results")
-    if is_first_process():
-        print(write_tables(recipe, results))
-    return 0
-
-
-def _command(options: argparse.Namespace, row: str, seed: int) -> str:
-    """What runs one row again."""
-    words = ["fasterisnet", "benchmark", options.name, "--methods", row, "--seeds", str(seed)]
-    words += ["--data", options.data] if options.data else []
-    words += ["--recipe", options.recipe] if options.recipe else []
-    words += ["--quick"] if options.quick else []
-    for text in options.set:
-        words += ["--set", text]
-    return shlex.join(words)

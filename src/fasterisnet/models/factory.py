@@ -20,12 +20,13 @@ from torch import nn
 from fasterisnet.errors import FasterISNetError, InputError, UsageError
 from fasterisnet.extras import install
 from fasterisnet.models.ag_sononet import ag_sononet, small_ag_sononet
-from fasterisnet.models.small import small_network
+from fasterisnet.models.small import half_resnet18, small_network
 from fasterisnet.models.unets import multitask_unet, small_multitask_unet
 from fasterisnet.models.weights import COLOURS, convolutions, for_channels, load_weights, transfer
 
 OWN: dict[str, Callable[[int, int], nn.Module]] = {
     "small": small_network,
+    "resnet18_half": half_resnet18,
     "ag_sononet": ag_sononet,
     "ag_sononet_small": small_ag_sononet,
     "multitask_unet": multitask_unet,

@@ -1,0 +1,8 @@
+"""`python -m fasterisnet.cli`."""
+
+import sys
+
+from fasterisnet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
