@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fasterisnet.lrp.gates import shares
 from fasterisnet.lrp.kernels import Attenuate, Quotient, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, source
 from fasterisnet.lrp.layers import layer, norm
-from fasterisnet.lrp.recognise import shares
 from fasterisnet.lrp.record import Recorder
-from fasterisnet.lrp.walk import Step, edge_of
+from fasterisnet.lrp.step import Step
+from fasterisnet.lrp.walk import edge_of
 
 
 def linear_ordinary(at: Step) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fasterisnet.errors import InputError
+from fasterisnet.lrp.activations import activation, is_in_parts, masks_itself
 from fasterisnet.lrp.epsilon import (
     activation_epsilon,
     attention_in_steps,
@@ -26,8 +27,7 @@ from fasterisnet.lrp.epsilon import (
 from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, SUMS
 from fasterisnet.lrp.layers import Unit, layer, through, unit
-from fasterisnet.lrp.recognise import activation, is_in_parts, masks_itself
-from fasterisnet.lrp.walk import Step
+from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
     adds_nothing,

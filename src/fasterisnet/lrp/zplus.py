@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fasterisnet.errors import RuleError
+from fasterisnet.lrp.activations import is_in_parts
 from fasterisnet.lrp.epsilon import product_half
+from fasterisnet.lrp.gates import shares, unscaled
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import (
     BATCH_NORMS,
@@ -26,8 +28,7 @@ from fasterisnet.lrp.kinds import (
     source,
 )
 from fasterisnet.lrp.layers import CLASSES, Unit, layer, norm, operand, through, unit
-from fasterisnet.lrp.recognise import is_in_parts, shares, unscaled
-from fasterisnet.lrp.walk import Step
+from fasterisnet.lrp.step import Step
 
 # Pools that take every number alone where they leave the size, or the number of numbers, as it was.
 RESIZING = frozenset(kind for kind in POOLING if kind.startswith(("AdaptiveAvgPool", "Upsample")))

@@ -13,26 +13,27 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from fasterisnet.data.loader import Epochs, LoadingError
+from fasterisnet.data.loader import LoadingError
 from fasterisnet.data.pictures import readable
 from fasterisnet.data.preparation import random_stream
 from fasterisnet.errors import InputError, NonFiniteError, UsageError
 from fasterisnet.memory import keep_memory
-from fasterisnet.methods import Guided, ISNet, calibrate
+from fasterisnet.methods import Guided, ISNet
 from fasterisnet.methods.ranges import Ranges
 from fasterisnet.models import build_model, check_trust
 from fasterisnet.runs import fingerprint
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.config import Config
-from fasterisnet.runs.fingerprint import digest
 from fasterisnet.runs.folder import Row, Run
 from fasterisnet.runs.inputs import preparation_of
 from fasterisnet.runs.lock import Claim
 from fasterisnet.runs.report import write_report
+from fasterisnet.training.calibration import digest_of, set_ranges
 from fasterisnet.training.console import Board, Watcher, epoch_line
 from fasterisnet.training.data import Splits, examine_data
-from fasterisnet.training.distributed import CALIBRATION, TRAINING, WEIGHTS, Place, all_in_one_boat, start_fabric
+from fasterisnet.training.distributed import TRAINING, WEIGHTS, Place, all_in_one_boat, start_fabric
 from fasterisnet.training.header import header
+from fasterisnet.training.resume import restore
 from fasterisnet.training.setup import (
     build_method,
     build_optimizer,
@@ -104,50 +105,6 @@ class Training:
         for name, loader in {config.validation: self.splits.validation, **self.splits.watched}.items():
             loader.heard = partial(watcher.work, name)
 
-    # --- calibration -----------------------------------------------------------------------------------------------
-
-    def calibrate(self) -> None:
-        """C1 and C2: given, found in the run folder, or measured now."""
-        if not isinstance(self.method, ISNet):
-            return
-        config, path = self.config, self.run.path("calibration.json")
-        if isinstance(config.ranges, list):
-            self.method.ranges = (config.ranges[0], config.ranges[1])
-            self.say(f"C1 {config.ranges[0]:.3g}, C2 {config.ranges[1]:.3g}, as given")
-            return
-        if path.exists() or isinstance(config.ranges, str):
-            self.method.ranges = _loaded(path if path.exists() else config.ranges)
-            known = (self.state or {}).get("calibration")
-            if known is not None and known != _digest(self.method.ranges):
-                raise InputError(f"{path} is not the calibration this run was trained with; put that one back.")
-        elif self.state is not None:
-            raise InputError(f"{path} is gone, and cannot be measured on a network in training; put it back.")
-        else:
-            length = f" of {config.calibration_batches} batches" if config.calibration_batches else ""
-            self.say(f"Calibrating C1 and C2: plain epochs{length}: {config.calibration_epochs}, and one to measure.")
-            self._calibrated(0, 0, 0.0)
-            self.place.seed(self.method, CALIBRATION)
-            self.method.ranges = calibrate(
-                self.method, self.model, Epochs(self.loader, config.calibration_batches or None),
-                config.calibration_epochs,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, config.calibration_lr, momentum=0.9),
-                clip=config.clip or None, progress=self._calibrated,
-            )  # fmt: skip
-            self.loader.waited = 0.0
-        self.fabric.barrier()
-        if self.fabric.is_global_zero and not path.exists():
-            self.method.ranges.save(path)
-        self.fabric.barrier()
-        for depth, (c1, c2) in self.method.ranges.depths.items():
-            self.say(
-                f"  {depth}: C1 {min(c1):.3g}, C2 {max(c2):.3g}" + (f" over {len(c1)} maps" if len(c1) > 1 else "")
-            )
-
-    def _calibrated(self, epoch: int, step: int, _loss: float) -> None:
-        batches = self.loader.batches.count()
-        batches = min(self.config.calibration_batches or batches, batches)
-        self.watcher.work("calibration", epoch * batches + step, (self.config.calibration_epochs + 1) * batches)
-
     # --- state -----------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
@@ -171,96 +128,15 @@ class Training:
                 "sums": sums,
                 "options": fingerprint.options_of(self.config),
                 "data": self.data,
-                "calibration": _digest(ranges) if isinstance(ranges, Ranges) else None,
+                "calibration": digest_of(ranges) if isinstance(ranges, Ranges) else None,
             }
         )
-
-    def restore(self, data_changed_ok: bool) -> None:
-        """Back to where the state was saved, if it was."""
-        state = self.state
-        if state is None:
-            return
-        path = self.run.path("state.pt")
-        self._check_same(state, data_changed_ok)
-        epochs_before = fingerprint.epochs_of(state, self.config)
-        try:
-            self.progress = Progress(**state["progress"])
-            batches = self.loader.batches.count() if not data_changed_ok else 2**53
-            self.progress.check(epochs_before, batches, early=self.config.early_stopping > 0)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self._check_momentum()
-            self.fabric.strategy.precision.load_state_dict(state["precision"])
-            self.sums = self._my_sums(state)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-            raise InputError(f"{path} does not fit this run: {error}") from error
-        if isinstance(self.method, Guided):
-            self.method.skipped = self.progress.skipped
-        self._check_weights()
-        if epochs_before < self.config.epochs:
-            self._extend()
-        if self.progress.stretches:  # stages are those of the epochs that the run began with
-            self.stages = [0, *self.method.plan(self.progress.stretches[0][0]), self.config.epochs]
-        if not state["checked"] or "options" not in state:
-            self.say(f"{path} is of an older version: it cannot be told whether it, its data or its options changed.")
-        if not self.progress.finished:
-            self.say(f"Going on in epoch {self.progress.epoch + 1}, batch {self.progress.batch + 1}.")
-
-    def _check_weights(self) -> None:
-        """The best epoch so far is only in its own file."""
-        progress = self.progress
-        ends = stage_of(self.stages, max(progress.epoch - 1, 0))[1]
-        last = progress.finished or progress.stretches or ends == self.config.epochs
-        path = self.run.path("best.safetensors" if last else f"best-until-{ends}.safetensors")
-        if progress.epoch > 0 and not path.is_file():
-            raise InputError(f"{path} is gone, and with it the best epoch; put it back, or train again.")
-
-    def _extend(self) -> None:
-        """More epochs for a run that had ended: config.yaml says so from now on; its report and audit are past."""
-        progress = self.progress
-        progress.finished = False
-        progress.stretches = [*progress.stretches, [progress.epoch, progress.updates]]
-        if self.fabric.is_global_zero:
-            for name in ("report.json", "report.md", "audit/audit.json", "audit/audit.html"):
-                self.run.path(name).unlink(missing_ok=True)
-            self.run.create(self.config)
-        cycle = "" if self.config.schedule == "constant" else f"; the {self.config.schedule} schedule begins anew"
-        self.say(
-            f"{self.run.folder} had ended after {progress.epoch} epochs: it goes on to {self.config.epochs}{cycle}."
-        )
-
-    def _my_sums(self, state: dict[str, Any]) -> Tensor:
-        """What this process had added up for the log; with another number of processes the first takes all."""
-        rows = state["sums"].reshape(-1, len(self.logged.sums))
-        rows = rows + state["open"] if "open" in state else rows  # of an older version
-        rank, processes = self.place.share
-        if len(rows) == processes:
-            return rows[rank].clone()
-        return rows.sum(0) if rank == 0 else torch.zeros_like(rows[0])
-
-    def _check_momentum(self) -> None:
-        for parameter, kept in self.optimizer.state.items():
-            for value in kept.values():
-                if isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, ()):
-                    raise ValueError(f"the optimiser has {tuple(value.shape)} for {tuple(parameter.shape)} parameters")
-
-    # --- what must not change under a run --------------------------------------------------------------------------
 
     def _fingerprint(self) -> dict[str, Any]:
         """The process that writes the state looks at the data."""
         if not self.fabric.is_global_zero:
             return {}
         return fingerprint.data_of(self.source, self.config.data, max(self.config.workers, 1))
-
-    def _check_same(self, state: dict[str, Any], data_changed_ok: bool) -> None:
-        problem = None
-        if self.fabric.is_global_zero:
-            problem = fingerprint.why_not(
-                state, self.config, self.data, self.source, str(self.run.folder), data_changed_ok=data_changed_ok
-            )
-        problem = self.fabric.broadcast(problem)
-        if problem is not None:
-            raise UsageError(problem)
 
     # --- epochs ----------------------------------------------------------------------------------------------------
 
@@ -424,17 +300,6 @@ class Training:
         )  # fmt: skip
 
 
-def _loaded(path: Any) -> Ranges:
-    try:
-        return Ranges.load(path)
-    except RecursionError as error:
-        raise InputError(f"{path} is nested too deeply to be a calibration.") from error
-
-
-def _digest(ranges: Ranges) -> str:
-    return digest({depth: list(map(list, bounds)) for depth, bounds in ranges.depths.items()})
-
-
 def train(
     config: Config,
     *,
@@ -471,7 +336,7 @@ def train(
                 )
             heard = watcher if fabric.is_global_zero else Watcher()
             training = Training(fabric, config, run, heard, state, trust, signals)
-            training.restore(data_changed_ok)
+            restore(training, data_changed_ok)
             examined = examine_data(config, training.say) if fabric.is_global_zero and not resume else None
             fabric.barrier()
             if examined is not None:
@@ -493,7 +358,7 @@ def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
     if training.progress.finished:
         training.say(f"{run.folder} has finished its {training.progress.epoch} epochs.")
     else:
-        training.calibrate()
+        set_ranges(training)
         if training.state is None:
             training.save()
         training.fit()

@@ -1,0 +1,157 @@
+"""Factors of products: which carries the signal, and which is a gate or a normaliser, by the values it can have."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fasterisnet.lrp.kinds import MOVING, SUMS, Edge, Node, edges, kind, shape, source
+from fasterisnet.lrp.layers import Active, operand
+from fasterisnet.lrp.record import note
+
+if TYPE_CHECKING:
+    from fasterisnet.lrp.step import Step
+
+BOUNDS = {"Maximum": torch.maximum, "Minimum": torch.minimum, "Fmax": torch.fmax, "Fmin": torch.fmin}
+CLAMPS = frozenset({"Clamp", "Hardtanh", "ClampMax", "ClampMin", *BOUNDS})
+SIZES = frozenset({"Rsqrt", "Reciprocal", "LinalgVectorNorm", "Norm", "Std", "Var", "StdMean", "VarMean"})
+OFFSET_FIRST = frozenset({"Addmm", "Baddbmm", "Addbmm", "Addmv", "Addr", "Addcmul"})
+
+
+def shares(at: Step) -> list[tuple[int, float]]:
+    """How much of the ordinary derivative each operand of a product takes: half, all beside a constant, or none."""
+    on = [i for i, a in enumerate(at.active) if a]
+    if at.kind in ("Div", "Addcdiv"):
+        at_denominator = 1 if at.kind == "Div" else 2
+        kept = [i for i in on if i != at_denominator]
+        if not kept:
+            at.warn()
+        return [(i, 1.0) for i in kept or on]
+    if at.kind == "Pow":
+        if _number(operand(at.node, 1, "exponent")) == 2 and len(on) == 1:
+            return [(0, 0.5)]
+        at.warn()
+    offset = 1 if at.kind in OFFSET_FIRST else 0
+    factors = [i for i in on if i >= offset and not (at.kind == "Convolution" and i == 2)]
+    constant = [i for i in factors if len(factors) > 1 and is_constant(at.edge(i), at.walk.behind)]
+    if len(factors) < 2 or 0 < len(constant) < len(factors):
+        return [(i, 1.0) for i in on if i not in constant]
+    return [(i, 0.5 if i in factors else 1.0) for i in on]
+
+
+def is_constant(edge: Edge, active: Active) -> bool:
+    """Whether a factor takes no relevance: a gate, or a normaliser."""
+    node = _behind_moves(edge, active)
+    if node is None:
+        return False
+    found = note(node)
+    if kind(node) in ("Cat", "Stack") or (kind(node) == "CopySlices" and found is not None and found.replay is None):
+        return all(is_constant(e, active) for e, on in zip(edges(node), active(node), strict=True) if on)
+    if kind(node) == "CopySlices":
+        if found is None or found.replay not in GATES:
+            return False
+        size, _, _, whole, _ = found.view
+        return math.prod(size) == math.prod(whole) or shape(_above(edge, node, active)) == tuple(size)
+    low, high = value_range(edge, active)
+    clamped = kind(node) in CLAMPS and low >= 0 and high <= 1
+    if clamped or (math.isclose(low, 0, abs_tol=1e-6) and math.isclose(high, 1, abs_tol=1e-6)):
+        return True
+    while kind(node) in ("Mul", "Div", "Add", "Clamp", "ClampMin") and sum(active(node)) == 1:
+        node = _behind_moves(edges(node)[active(node).index(True)], active)
+        if node is None:
+            return False
+    return kind(node) in SIZES or (kind(node) == "Pow" and _number(operand(node, 1, "exponent")) < 0)
+
+
+GATES = (torch.ops.aten.sigmoid.default, torch.ops.aten.hardsigmoid.default)
+
+
+def _above(edge: Edge, node: Node, active: Active) -> Edge:
+    """The last edge on the way to a node whose tensor is what the product, or a move, reads."""
+    last = edge
+    while edge[0] is not node:
+        last, edge = edge, edges(edge[0])[active(edge[0]).index(True)]
+    return edge if last[0] is node else last
+
+
+def _behind_moves(edge: Edge, active: Active) -> Node | None:
+    node = edge[0]
+    while node is not None and (kind(node) in MOVING or "Nearest" in kind(node)) and sum(active(node)) == 1:
+        node = edges(node)[active(node).index(True)][0]
+    return node
+
+
+BOUNDED = {"Sigmoid": (0.0, 1.0), "Hardsigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Erf": (-1.0, 1.0)}
+ANYTHING = (-math.inf, math.inf)
+
+
+def value_range(edge: Edge, active: Active) -> tuple[float, float]:
+    """Between which numbers a factor lies, whatever the images: what its last steps tell."""
+    node = _behind_moves(edge, active)
+    if node is None or sum(active(node)) != 1:
+        return ANYTHING
+    what = kind(node)
+    if what in BOUNDED:
+        return BOUNDED[what]
+    if what in ("Relu", "Exp"):
+        return (0.0, math.inf)
+    at = active(node).index(True)
+    low, high = value_range(edges(node)[at], active)
+    if what in ("Hardtanh", "Clamp", "ClampMin", "ClampMax"):
+        lower = getattr(node, "_saved_min_val" if what == "Hardtanh" else "_saved_min", None)
+        upper = getattr(node, "_saved_max_val" if what == "Hardtanh" else "_saved_max", None)
+        low = max(low, -math.inf if lower is None else _number(lower))
+        return low, min(high, math.inf if upper is None else _number(upper))
+    if what in BOUNDS:
+        bound = _number(node._saved_other if at == 0 else node._saved_self)
+        upper = what in ("Minimum", "Fmin")
+        return (low, min(high, bound)) if upper else (max(low, bound), high)
+    if what == "Reciprocal" and low >= 0:
+        return 1 / high if high < math.inf else 0.0, 1 / low if low > 0 else math.inf
+    if what == "Neg":
+        return -high, -low
+    scale, offset = _as_affine(node, what, at)
+    ends = sorted((scale * low + offset, scale * high + offset)) if scale != 0 else [offset, offset]
+    return (ends[0], ends[1]) if not any(math.isnan(e) for e in ends) else ANYTHING
+
+
+def _as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
+    """The numbers a step multiplies by and adds, NaN where it is another step or they are not known."""
+    unknown = (math.nan, math.nan)
+    if what in ("Mul", "Div"):
+        other = _number(node._saved_other if at == 0 else node._saved_self)
+        return (other, 0.0) if what == "Mul" else (1 / other, 0.0) if at == 0 and other else unknown
+    if what not in SUMS:
+        return unknown
+    found = note(node)
+    if found is None or len(found.operands) < 2:
+        return unknown
+    alpha = float(getattr(node, "_saved_alpha", 1))
+    other = _number(found.operands[1 if what == "Rsub" else 1 - at]) * alpha
+    if what == "Rsub":
+        return -alpha, _number(found.operands[1])
+    if what == "Add":
+        return (1.0, other)
+    return (1.0, -other) if at == 0 else (-alpha, _number(found.operands[0]))
+
+
+def _number(value: Any) -> float:
+    """A constant as a number; NaN for a tensor of several that differ."""
+    if isinstance(value, Tensor):
+        one = value.numel() > 0 and not value.is_complex() and bool((value == value.reshape(-1)[0]).all())
+        return float(value.reshape(-1)[0]) if one else math.nan
+    return math.nan if value is None else float(value)
+
+
+def unscaled(t: Tensor, edge: Edge, active: Active) -> tuple[Tensor, Edge]:
+    """A tensor before it was multiplied with numbers, and where it comes from."""
+    while (node := source(edge)[0]) is not None and kind(node) in ("Mul", "Div") and sum(active(node)) == 1:
+        at = active(node).index(True)
+        scale, _ = _as_affine(node, kind(node), at)
+        if math.isnan(scale) or scale == 0:
+            break
+        t, edge = t / scale, edges(node)[at]
+    return t, source(edge)
