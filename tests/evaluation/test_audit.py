@@ -36,9 +36,10 @@ PREPARE = Preparation(size=SIZE)
 QUICK = Settings(explained=6, shown=3)
 
 
-def write(root: Path, count: int = 90, *, masks: bool = True, names: list[str] | None = None) -> Path:
-    """The scenes as a folder, with a train split of three images."""
+def write(root: Path, count: int = 90, *, masks: bool = True, names: list[str] | None = None, lit: bool = True) -> Path:
+    """The scenes as a folder, with a train split of three images. lit: they have a background."""
     images, outlines, labels = scenes(count)
+    images = images if lit else images * outlines
     for i, label in enumerate(labels):
         name = (names or NAMES)[label]
         for split in ("train", "test") if i < 3 else ("test",):
@@ -125,6 +126,14 @@ def test_networks_that_are_known(folder: Path, tmp_path: Path) -> None:
     assert page.text.count("It uses the background") == page.text.count("It ignores the background") == 2
     pictures = sum(tag == "img" for tag, _ in page.tags)
     assert 3 * 5 <= pictures <= 3 * 6  # image, swapped image, a map of each network that has one
+
+
+def test_black_backgrounds_tell_nothing(tmp_path: Path) -> None:
+    """A network that reads the corner, and pictures without anything there: nothing moves, and nothing is shown."""
+    write(tmp_path / "black", lit=False)
+    found = audited(named("corner_reader"), tmp_path / "black", tmp_path / "out")
+    assert found["verdict"] == "undecided" and "differs visibly" in found["models"][0]["sentence"]
+    assert found["models"][0]["causal"]["exchanged"]["value"] == 0
 
 
 def test_numbers_have_intervals(folder: Path, tmp_path: Path) -> None:
@@ -457,6 +466,14 @@ def test_every_sign_counts(changed: float, pull: float, influence: float, wanted
     assert found.verdict == wanted and found.reasons and not found.caveats
     assert wanted in found.sentence and len(found.reasons) == 3
     assert ("; yet with a background" in found.sentence) == (wanted == "uses the background" and changed == 0)
+
+
+@pytest.mark.parametrize(("changed", "wanted"), [(0.0, "undecided"), (0.3, "uses the background")])
+def test_backgrounds_that_are_alike_prove_nothing(changed: float, wanted: str) -> None:
+    causal = outcome(number(changed), number(0), number(0.02))._replace(exchanged=number(0.1))
+    assert decide(causal).verdict == wanted
+    assert ("differs visibly" in decide(causal).sentence) == (wanted == "undecided")
+    assert decide(causal._replace(exchanged=number(0.9))).verdict != "undecided"
 
 
 def test_heatmaps_that_disagree_are_told_but_do_not_decide() -> None:

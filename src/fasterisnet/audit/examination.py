@@ -147,6 +147,7 @@ def examine(
             "background_gap": causal.background_gap,
             "pull": causal.pull,
             "influence": causal.influence,
+            "exchanged": causal.exchanged,
             "tests": {name: effect._asdict() for name, effect in causal.effects.items()},
         },
         "attention": looked,

@@ -13,6 +13,7 @@ USES: Word = "uses the background"
 IGNORES: Word = "ignores the background"
 UNDECIDED: Word = "undecided"
 TOLERANCE = 0.05  # of the answers may change, or of the accuracy come, from the background
+ENOUGH = 0.5  # of the images have to have a background that differs from those of other classes
 FREE, BOUND = 0.15, 0.25  # the background's part in what moves the outputs: below, ignored; above, used
 
 
@@ -59,6 +60,14 @@ def decide(causal: Causal, masses: Mapping[str, tuple[Estimate, Estimate]] | Non
             sentence += f"; yet {signs[0].text}"
         others = [sign for sign in signs if sign not in found]
         return Verdict(USES, sentence + ".", [_capital(sign.text) + "." for sign in found + others], caveats)
+    same = causal.exchanged
+    if same is not None and (same.mean if same.value is None else same.value) < ENOUGH:
+        reason = (
+            f"a background from another class differs visibly from an image's own in {percent(same)} of the images "
+            "only, so exchanging backgrounds shows nothing"
+        )
+        sentence = f"Whether this classifier uses the background cannot be told from these images: {reason}."
+        return Verdict(UNDECIDED, sentence, [_capital(reason) + ".", *[_capital(s.text) + "." for s in signs]], caveats)
     if all(sign.speaks_against for sign in signs):
         blind = causal.influence is None
         sentence = f"This classifier ignores the background: {signs[0].text}."

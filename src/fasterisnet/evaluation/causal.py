@@ -17,6 +17,7 @@ from fasterisnet.evaluation.intervals import Estimate, Groups, average, differen
 
 Predict = Callable[[Tensor], Tensor]
 Fetch = Callable[[list[int]], tuple[Tensor, Tensor]]
+VISIBLE = 0.02  # of the range of the images: a difference that is more than noise of a file
 MODEL_ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError, FasterISNetError)
 
 
@@ -27,13 +28,15 @@ MODEL_ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, Type
 class Answers:
     """Logits (sample, class) of the images as they are and under each test; rows of NaN where there are none.
 
-    donors: of each kind the other sample's number, -1 for none. problems: why a sample has no answer.
+    donors: of each kind the other sample's number, -1 for none. problems: why a sample has no answer. visible: whether
+    the background of another class was another background, 1 or 0; NaN where there is none.
     """
 
     original: Tensor
     tests: dict[str, Tensor]
     donors: dict[str, list[int]]
     problems: dict[int, str] = field(default_factory=dict)
+    visible: Tensor | None = None
 
 
 def careful(predict: Predict, images: Tensor) -> tuple[Tensor, dict[int, str]]:
@@ -70,6 +73,7 @@ def ask(
     donors = partners(labels, usable, seed=seed)
     rows: dict[str, list[Tensor]] = {name: [] for name in ("original", *tests)}
     problems: dict[int, str] = {}
+    visible = torch.full((len(labels),), torch.nan, dtype=torch.float64)
     for begin in range(0, len(labels), batch):
         numbers = list(range(begin, min(begin + batch, len(labels))))
         images, masks = fetch(numbers) if original is None or any(usable[i] for i in numbers) else (None, None)
@@ -87,6 +91,9 @@ def ask(
                 places = [i - begin for i in shown]
                 others = fetch([donors[kind][i] for i in shown]) if kind else (images[places], masks[places])
                 changed = altered(name, images[places], masks[places], others, palette, shown)
+                if name == "mixed_other":
+                    seen = (changed - images[places]).abs() > VISIBLE * (images.amax() - images.amin())
+                    visible[shown] = seen.flatten(1).any(1).double().cpu()
                 if name.startswith("object_erased"):  # nothing but the box: nothing is left to answer from
                     left = (~boxes_around(grown(masks[places]))).flatten(1).double().mean(1) >= LEAST
                     changed, shown = changed[left], [i for i, kept in zip(shown, left.tolist(), strict=True) if kept]
@@ -95,7 +102,8 @@ def ask(
             rows[name].append(_rows(numbers, answers))
     if original is None:
         original = _widened(rows["original"], max((part.shape[1] for part in rows["original"]), default=0))
-    return Answers(original, {name: _widened(rows[name], original.shape[1]) for name in tests}, donors, problems)
+    answers = {name: _widened(rows[name], original.shape[1]) for name in tests}
+    return Answers(original, answers, donors, problems, visible)
 
 
 # --- what they mean --------------------------------------------------------------------------------------------------
@@ -122,7 +130,8 @@ class Causal(NamedTuple):
     background_gap: accuracy in Mixed-Same minus that in Mixed-Rand (Backgrounds Challenge). pull: accuracy with the
     object erased on its own background minus that on one of another class, so that what the outline of the hole tells
     does not count. influence: of the outputs' movement when object or background is exchanged, the background's part.
-    chance: the accuracy of always naming the most frequent class.
+    chance: the accuracy of always naming the most frequent class. exchanged: in how many of the images a background of
+    another class is another background at all.
     """
 
     original: Estimate | None
@@ -132,6 +141,7 @@ class Causal(NamedTuple):
     influence: Estimate | None
     object_moves: Estimate | None
     chance: float | None
+    exchanged: Estimate | None = None
 
 
 def judge(
@@ -157,6 +167,7 @@ def judge(
         _influence(answers, groups),
         _distance(answers, "object_swapped", groups),
         max(counts.values()) / sum(counts.values()) if counts else None,
+        None if answers.visible is None else _share(answers.visible, groups),
     )
 
 
