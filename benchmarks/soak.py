@@ -33,7 +33,7 @@ from fasterisnet.data.drawn import drawn_source
 
 HANGS = 120.0  # seconds without a sign of life
 COMPARED = ("best.safetensors", "metrics.csv", "calibration.json", "report.json", "report.md")
-FILES = {*COMPARED, "best.json", "config.yaml", "state.pt"}
+FILES = {*COMPARED, "audit", "best.json", "config.yaml", "data.json", "state.pt"}
 SMALL = [
     "--model", "small", "--size", "16", "--batch", "12", "--epochs", "4", "--checkpoint-every", "2",
     "--accelerator", "cpu", "--tensorboard", "false", "--method", "stochastic", "--calibration-epochs", "1",
@@ -246,6 +246,8 @@ class Soak:
             path.name for path in run.iterdir() if path.name not in FILES and not path.name.startswith("heatmaps-")
         ]
         self.counts["left-over files"] += len(extra)
+        if extra:
+            print(f"{run} still holds {', '.join(sorted(extra))}", flush=True)
 
     def change(self, run: Path) -> None:
         """A picture more: going on is refused, and possible again when it is gone."""

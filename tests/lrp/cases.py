@@ -114,6 +114,8 @@ POOLS = {
     "adaptive max": (2, partial(nn.AdaptiveMaxPool2d, 4)),
     "adaptive max 1d": (1, partial(nn.AdaptiveMaxPool1d, 3)),
     "adaptive max 3d": (3, partial(nn.AdaptiveMaxPool3d, 2)),
+    "nearest": (2, partial(nn.Upsample, scale_factor=2)),
+    "nearest-exact": (2, partial(nn.Upsample, size=4, mode="nearest-exact")),
 }
 
 
@@ -131,7 +133,6 @@ MEANS = {
     "mean over columns": (2, lambda: lambda t: t.mean(3)),
     "mean over channels": (2, lambda: lambda t: torch.mean(t, dim=1, keepdim=True)),
     "sum over rows": (2, lambda: lambda t: t.sum(dim=-2)),
-    "nearest": (2, partial(nn.Upsample, scale_factor=2)),
     "bilinear": (2, partial(nn.Upsample, scale_factor=1.5, mode="bilinear")),
     "interpolate, corners aligned": (
         2,
@@ -139,7 +140,6 @@ MEANS = {
     ),
     "linear 1d": (1, partial(nn.Upsample, size=11, mode="linear")),
     "trilinear": (3, partial(nn.Upsample, size=5, mode="trilinear")),
-    "nearest-exact": (2, partial(nn.Upsample, size=4, mode="nearest-exact")),
 }
 
 

@@ -263,7 +263,7 @@ class Act(Step):
 
 
 class MaxPool(Step):
-    """The winner takes all; overlapping windows add up."""
+    """Numbers that are taken over: the winner of a window takes all; where windows overlap, they add up."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -346,17 +346,22 @@ class Cat(Step):
 
 
 class Mul(Step):
-    """Product of two activations: half to each, or all to the first if the second is a gate."""
+    """Product of two activations: half to each, or all to the first if the second is a gate.
 
-    def __init__(self, gated: bool = False) -> None:
+    own: the gate is the sigmoid of the first, so that both are a SiLU.
+    """
+
+    def __init__(self, gated: bool = False, own: bool = False) -> None:
         super().__init__()
-        self.gated = gated
+        self.gated, self.own = gated, own
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
 
     def epsilon(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
         a, b = xs
+        if self.own:
+            return [G * a * b / stabilised(a, eps), torch.zeros_like(b)]
         if self.gated:
             return [(G * b).sum_to_size(a.shape), torch.zeros_like(b)]
         return [(G * b / 2).sum_to_size(a.shape), (G * a / 2).sum_to_size(b.shape)]

@@ -146,7 +146,7 @@ def programs(draw: st.DrawFn, smooth: bool = False) -> Program:
             return draft.add(Mul(), name, other)
         gate = draft.add(Act(torch.sigmoid), other, keeps=False, kept=True)
         draft.gates.add(gate)
-        return draft.add(Mul(gated=True), name, gate)
+        return draft.add(Mul(gated=True, own=other == name), name, gate)
 
     kinds = ["conv", "conv", "relu", "relu", "add", "norm", "concat", "pool", "offset"]
     kinds += ["act", "act", "product", "roll"] if smooth else []

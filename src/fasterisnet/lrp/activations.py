@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fasterisnet.lrp.gates import BOUNDS, is_constant, unscaled, value_range
-from fasterisnet.lrp.kinds import ACTIVATIONS, SUMS, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.gates import BOUNDS, unscaled, value_range
+from fasterisnet.lrp.kinds import ACTIVATIONS, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.layers import Active, operand
 from fasterisnet.lrp.record import Note, note
 
@@ -37,6 +37,7 @@ FORMULAS: dict[str, Callable[[Node, Tensor], Tensor]] = {
         else F.leaky_relu(x, (n._saved_lower + n._saved_upper) / 2)
     ),
 }
+SQUASHING = frozenset({"Sigmoid", "Hardsigmoid", "Tanh"})
 OF_ONE = ACTIVATIONS - BOUNDS.keys() - {"Relu"}
 
 
@@ -76,7 +77,7 @@ def activation(node: Node, active: Active) -> Activation | None:
         return _bounded(node, what, active)
     if what in ("Mul", "Div"):
         return _of_itself(node, what, active)
-    return _tanhshrink(node) if what == "Sub" else None
+    return _less_itself(node) if what == "Sub" else None
 
 
 def _in_place(node: Node, found: Note | None) -> Activation | None:
@@ -174,19 +175,27 @@ def masks_itself(node: Node, found: Note, active: Active) -> bool:
 
 
 def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
-    """`x / g(x)` (softsign), and `x * g(x)` with g a squashing function that was shifted: hard-swish, GELU by hand."""
+    """`x / g(x)` (softsign), and `x * g(x)` with a squashing function g: SiLU, hard-swish, GELU, Mish by hand."""
     if len(active(node)) < 2 or not all(active(node)):
         return None
     for at in (0, 1) if what == "Mul" else (0,):
         a, other = (node._saved_self, node._saved_other) if at == 0 else (node._saved_other, node._saved_self)
         x, edge = unscaled(a, edges(node)[at], active)
         steps = _steps(edges(node)[1 - at], edge, active)
-        if steps is None or (what == "Mul" and (is_constant(edges(node)[1 - at], active) or not steps & SUMS)):
-            continue
-        low, high = value_range(edges(node)[1 - at], active) if what == "Mul" else (0.0, 0.0)
-        if low == 0 and high < math.inf:
+        if steps is None or (steps & SQUASHING and len(steps & ACTIVATIONS) > 1 and "Softplus" not in steps):
+            continue  # a gate of another activation of x is a gate
+        if what == "Div" or _squashes(edges(node)[1 - at], active):
             return Activation(x, a * other if what == "Mul" else a / other, edge)
     return None
+
+
+def _squashes(edge: Edge, active: Active) -> bool:
+    """Whether something lies between 0 and a finite number, whatever the images."""
+    low, high = value_range(edge, active)
+    node = source(edge)[0]
+    if node is not None and kind(node) == "Tanh":
+        low = max(low, min(value_range(edges(node)[0], active)[0], 0.0))
+    return math.isclose(low, 0, abs_tol=1e-6) and high < math.inf
 
 
 def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[str] | None:
@@ -220,15 +229,15 @@ def _origin(edge: Edge, active: Active) -> tuple[Edge, frozenset[str]]:
     return edge, frozenset(kinds)
 
 
-def _tanhshrink(node: Node) -> Activation | None:
-    """`x - tanh(x)`."""
-    first, second = edges(node)[0], edges(node)[-1]
-    if (
-        second[0] is None
-        or kind(second[0]) != "Tanh"
-        or edges(second[0])[0] != first
-        or getattr(node, "_saved_alpha", 1) != 1
-    ):
+def _less_itself(node: Node) -> Activation | None:
+    """`x - tanh(x)`, and `x - min(x, 0)`, a ReLU."""
+    first, (below, _) = edges(node)[0], edges(node)[-1]
+    if below is None or edges(below)[:1] != (first,) or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    x = operand(second[0], 0)
-    return Activation(x, x - x.tanh(), first)
+    if kind(below) == "Tanh":
+        x = operand(below, 0)
+        return Activation(x, x - x.tanh(), first)
+    if kind(below) in OF_ONE and _mirrors(below, kind(below)):
+        x = operand(below, 0, "self")
+        return Activation(x, x.clamp(min=0), first, True)
+    return None

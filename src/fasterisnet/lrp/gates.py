@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fasterisnet.lrp.kinds import MOVING, SUMS, Edge, Node, edges, kind, shape, source
+from fasterisnet.lrp.kinds import MOVING, SAME, SUMS, Edge, Node, edges, kind, shape, source
 from fasterisnet.lrp.layers import Active, operand
 from fasterisnet.lrp.record import note
 
@@ -96,7 +96,7 @@ def value_range(edge: Edge, active: Active) -> tuple[float, float]:
     what = kind(node)
     if what in BOUNDED:
         return BOUNDED[what]
-    if what in ("Relu", "Exp"):
+    if what in ("Relu", "Exp", "Softplus"):
         return (0.0, math.inf)
     at = active(node).index(True)
     low, high = value_range(edges(node)[at], active)
@@ -113,12 +113,12 @@ def value_range(edge: Edge, active: Active) -> tuple[float, float]:
         return 1 / high if high < math.inf else 0.0, 1 / low if low > 0 else math.inf
     if what == "Neg":
         return -high, -low
-    scale, offset = _as_affine(node, what, at)
+    scale, offset = as_affine(node, what, at)
     ends = sorted((scale * low + offset, scale * high + offset)) if scale != 0 else [offset, offset]
     return (ends[0], ends[1]) if not any(math.isnan(e) for e in ends) else ANYTHING
 
 
-def _as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
+def as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
     """The numbers a step multiplies by and adds, NaN where it is another step or they are not known."""
     unknown = (math.nan, math.nan)
     if what in ("Mul", "Div"):
@@ -146,11 +146,11 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def unscaled(t: Tensor, edge: Edge, active: Active) -> tuple[Tensor, Edge]:
-    """A tensor before it was multiplied with numbers, and where it comes from."""
-    while (node := source(edge)[0]) is not None and kind(node) in ("Mul", "Div") and sum(active(node)) == 1:
+def unscaled(t: Tensor, edge: Edge, active: Active, through: frozenset[str] = SAME) -> tuple[Tensor, Edge]:
+    """A tensor before it was multiplied with numbers, and where it comes from, `through` nodes of these kinds."""
+    while (node := source(edge, through)[0]) is not None and kind(node) in ("Mul", "Div") and sum(active(node)) == 1:
         at = active(node).index(True)
-        scale, _ = _as_affine(node, kind(node), at)
+        scale, _ = as_affine(node, kind(node), at)
         if math.isnan(scale) or scale == 0:
             break
         t, edge = t / scale, edges(node)[at]

@@ -36,7 +36,8 @@ MOVING = PERMUTING | frozenset(
     Unfold Im2Col Tril Triu Where MaskedFill MaskedSelect MaskedScatter IndexPut IndexPutImpl IndexCopy IndexFill
     Scatter Copy Zero Fill SliceScatter SelectScatter DiagonalScatter DiagEmbed NanToNum UnsafeSplit
     UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex Rot90 BlockDiag
-    MaxUnpool2D MaxUnpool3D Put
+    MaxUnpool2D MaxUnpool3D Put UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D
+    UpsampleNearestExact2D UpsampleNearestExact3D
     """.split()
 )
 
@@ -53,8 +54,7 @@ WINNING = frozenset(
 POOLING = frozenset(
     """
     Mean Sum AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool1D AdaptiveAvgPool2D AdaptiveAvgPool3D MkldnnAdaptiveAvgPool2D
-    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D
-    UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D UpsampleBilinear2DAa
+    UpsampleLinear1D UpsampleBilinear2D UpsampleTrilinear3D UpsampleBilinear2DAa
     Cumsum IndexAdd ScatterAdd Nansum
     Col2Im GridSampler2D GridSampler3D Lerp
     """.split()

@@ -152,7 +152,8 @@ def layer(node: Node, active: Active) -> Layer | None:
 class Unit:
     """A layer and what is behind it of constants, a separate bias or a batch norm, as one: `y = weight x + bias`.
 
-    path: rearrangements between the layer and where its relevance arrives. inside: the edges in between.
+    path: rearrangements between the layer and where its relevance arrives. inside: the edges in between. doubtful: a
+    constant was added to the layer's own bias; it is a part of a batch norm if a scale follows.
     """
 
     layer: Layer
@@ -161,6 +162,7 @@ class Unit:
     path: list[Node] = field(default_factory=list)
     inside: list[Edge] = field(default_factory=list)
     scaled: bool = False
+    doubtful: bool = False
 
     def __post_init__(self) -> None:
         self.weight = wide(self.weight)
@@ -189,11 +191,12 @@ class Unit:
             if each is None:
                 return None
             weight, bias = self.layer.scaled(weight, each), None if bias is None else bias * scale
-        own = self.layer.has_bias and not self.scaled and scale is None
-        if shift is not None and bias is not None and (own or self.each_channel(shift) is None):
+        scaled = self.scaled or scale is not None
+        if shift is not None and bias is not None and self.each_channel(shift) is None:
             return None  # a sum with what is no bias, such as an embedding of positions
+        doubtful = not scaled and (self.doubtful or (self.layer.has_bias and shift is not None))
         bias = bias if shift is None else shift if bias is None else bias + shift
-        return replace(self, weight=weight, bias=bias, scaled=self.scaled or scale is not None)
+        return replace(self, weight=weight, bias=bias, scaled=scaled, doubtful=doubtful)
 
     def _before(self, t: Tensor, size: Sequence[int]) -> Tensor:
         """A constant that meets y after its rearrangements, as it would be before them."""
@@ -203,6 +206,11 @@ class Unit:
 
 def unit(edge: Edge, active: Active, scales: bool = True, reads: Container[Node] | None = None) -> Unit | None:
     """The layer (which `reads` one of these) whose output an edge is, rearranged, scaled and shifted by constants."""
+    found = _unit(edge, active, scales, reads)
+    return None if found is None or found.doubtful else found
+
+
+def _unit(edge: Edge, active: Active, scales: bool, reads: Container[Node] | None) -> Unit | None:
     path, (node, number) = descend(edge)
     if node is None or not any(active(node)):
         return None
@@ -216,7 +224,7 @@ def unit(edge: Edge, active: Active, scales: bool = True, reads: Container[Node]
     at = on.index(True)
     if not (normed and at == 0) and (not one or shape(edges(node)[at]) != shape((node, 0))):
         return None
-    below = unit(edges(node)[at], active, scales, reads)
+    below = _unit(edges(node)[at], active, scales, reads)
     step = None if below is None else _constants(node, at, below.weight)
     if below is None or step is None or (step[0] is not None and not scales):
         return None

@@ -37,6 +37,7 @@ from fasterisnet.lrp.zplus import (
     norm_zplus,
     of_parts,
     pool_zplus,
+    product_zplus,
     signed_zplus,
     softmax_zplus,
     sum_zplus,
@@ -174,7 +175,7 @@ _EPSILON: dict[str, Rule] = {
 }  # fmt: skip
 _ZPLUS: dict[str, Rule] = {
     "linear": linear_zplus, "bilinear": product_half, "norm": norm_zplus, "activation": activation_zplus,
-    "product": product_half, "attention": attention_in_steps, "sum": sum_zplus, "pool": pool_zplus,
+    "product": product_zplus, "attention": attention_in_steps, "sum": sum_zplus, "pool": pool_zplus,
     "softmax": softmax_zplus, "signed": signed_zplus, "slices": replayed,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.activations import is_in_parts
 from fasterisnet.lrp.epsilon import product_half
-from fasterisnet.lrp.gates import shares, unscaled
+from fasterisnet.lrp.gates import as_affine, shares, unscaled
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import (
     BATCH_NORMS,
@@ -251,6 +251,20 @@ def _unshifted(at: Step) -> Edge:
     return edge
 
 
+def product_zplus(at: Step) -> None:
+    """Half to each of two factors. A number behind a sum makes a mean of it: the stabiliser is that of the mean."""
+    at_sum = at.active.index(True)
+    node = source(at.edge(at_sum))[0]
+    alone = sum(at.active) == 1 and set(at.flow) == {"R"} and not at.walk.wants(at.edge(at_sum))
+    scale = as_affine(at.node, at.kind, at_sum)[0] if alone and node is not None and kind(node) in WHOLE else 0.0
+    if scale > 0:
+        below = Step(at.walk, node, at.flow)
+        below.eps = at.eps / scale
+        pool_zplus(below)
+    else:
+        product_half(at)
+
+
 def _product_zplus(at: Step) -> None:
     """Half to each factor, by the positive products: `z = a+ b+ + a- b-`, `s = R/(2 (z + eps))`."""
     positions = [i for i, on in enumerate(at.active) if on]
@@ -263,8 +277,10 @@ def _product_zplus(at: Step) -> None:
             R, product.clamp(min=0), product.clamp(min=0) + found.bias.detach().clamp(min=0), at.eps, False
         )
     # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
+    alpha = at.saved("alpha") or 1
     factors = [
-        unscaled(t, at.edge(i), at.walk.active)[0] for t, i in zip((found.x, found.weight), positions, strict=True)
+        unscaled(t, at.edge(i), at.walk.active, PERMUTING)[0]
+        for t, i in zip((found.x, found.weight / alpha), positions, strict=True)
     ]
 
     def z(a_plus: Tensor, a_minus: Tensor, b_plus: Tensor, b_minus: Tensor) -> Tensor:

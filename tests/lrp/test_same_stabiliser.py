@@ -1,0 +1,105 @@
+"""Spellings that have the same maps with the stabiliser as it comes, not only with a small one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lrp.helpers import assert_alike, pictures, twins
+
+Forward = Callable[[Any, Tensor], Tensor]
+Step = Callable[[Any, Tensor], Tensor]
+WIDTH = 6
+
+
+def between(step: Step) -> Forward:
+    """A step between a convolution and the head."""
+    return lambda m, x: m.fc(step(m, m.conv(x)).mean((2, 3)))
+
+
+def attention(mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Forward:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        t = torch.relu(m.conv(x)).flatten(2).mT
+        return m.fc(mix(m.q(t), m.k(t), m.v(t)).mean(1))
+
+    return forward
+
+
+def by_channel(t: Tensor) -> Tensor:
+    return t.view(-1, 1, 1)
+
+
+def batch_norm_by_hand(m: Any, t: Tensor) -> Tensor:
+    inverse = torch.rsqrt(m.bn.running_var + m.bn.eps)
+    centred = t - by_channel(m.bn.running_mean)
+    return torch.relu(centred * by_channel(inverse) * by_channel(m.bn.weight) + by_channel(m.bn.bias))
+
+
+def batch_norm_by_division(m: Any, t: Tensor) -> Tensor:
+    spread = torch.sqrt(m.bn.running_var + m.bn.eps)
+    t = (t.permute(0, 2, 3, 1) - m.bn.running_mean) / spread
+    return torch.relu(m.bn.weight * t + m.bn.bias).permute(0, 3, 1, 2)
+
+
+ROOT = WIDTH**-0.5
+SCORES = attention(lambda q, k, v: torch.softmax(q @ k.mT * ROOT, -1) @ v)
+PAIRS: dict[str, tuple[Forward, Forward]] = {
+    "silu": (between(lambda m, t: F.silu(t)), between(lambda m, t: t * torch.sigmoid(t))),
+    "silu, gate first": (between(lambda m, t: F.silu(t)), between(lambda m, t: t.sigmoid().mul(t))),
+    "silu, exp": (between(lambda m, t: F.silu(t)), between(lambda m, t: t / (1 + torch.exp(-t)))),
+    "hardswish, relu6": (between(lambda m, t: F.hardswish(t)), between(lambda m, t: t * (F.relu6(t + 3) / 6))),
+    "gelu": (between(lambda m, t: F.gelu(t)), between(lambda m, t: t * torch.special.ndtr(t))),
+    "mish": (between(lambda m, t: F.mish(t)), between(lambda m, t: t * torch.tanh(F.softplus(t)))),
+    "relu": (between(lambda m, t: torch.relu(t)), between(lambda m, t: t - t.clamp(max=0))),
+    "batch norm": (between(lambda m, t: torch.relu(m.bn(t))), between(batch_norm_by_hand)),
+    "batch norm, divided": (between(lambda m, t: torch.relu(m.bn(t))), between(batch_norm_by_division)),
+    "nearest": (
+        between(lambda m, t: F.interpolate(torch.relu(t), scale_factor=2)),
+        between(lambda m, t: torch.relu(t).repeat_interleave(2, 2).repeat_interleave(2, 3)),
+    ),
+    "nearest, kron": (
+        between(lambda m, t: F.interpolate(torch.relu(t), scale_factor=2, mode="nearest-exact")),
+        between(lambda m, t: torch.kron(torch.relu(t), torch.ones(1, 1, 2, 2, dtype=t.dtype))),
+    ),
+    "sum / n": (
+        lambda m, x: m.fc(torch.relu(m.conv(x)).mean((2, 3))),
+        lambda m, x: m.fc(torch.relu(m.conv(x)).sum((2, 3)) / math.prod(x.shape[2:])),
+    ),
+    "sum * 1/n": (
+        lambda m, x: m.fc(torch.relu(m.conv(x)).mean((2, 3))),
+        lambda m, x: m.fc(torch.einsum("nchw->nc", torch.relu(m.conv(x))) * (1 / math.prod(x.shape[2:]))),
+    ),
+    "queries scaled": (SCORES, attention(lambda q, k, v: torch.softmax((q * ROOT) @ k.mT, -1) @ v)),
+    "both scaled": (
+        SCORES,
+        attention(lambda q, k, v: torch.softmax((q * ROOT**0.5) @ (k / ROOT**-0.5).mT, -1) @ v),
+    ),
+    "baddbmm": (
+        SCORES,
+        attention(lambda q, k, v: torch.softmax(torch.baddbmm(q.new_zeros(()), q, k.mT, beta=0, alpha=ROOT), -1) @ v),
+    ),
+    "sdpa": (SCORES, attention(F.scaled_dot_product_attention)),
+}
+
+
+def parts() -> dict[str, nn.Module]:
+    linear = {name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v")}
+    norm = nn.BatchNorm2d(WIDTH)
+    return {"conv": nn.Conv2d(3, WIDTH, 3, padding=1), "bn": norm, **linear, "fc": nn.Linear(WIDTH, 3)}
+
+
+@pytest.mark.parametrize("rule", ["epsilon", "zplus", "gamma"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_spellings(name: str, rule: str) -> None:
+    assert_alike(*twins(PAIRS[name], **parts()), pictures(2, 3, 4, 4), rule=rule, what=name)
+
+
+@pytest.mark.parametrize("name", ["silu", "mish", "relu", "batch norm", "batch norm, divided"])
+def test_spellings_behind_the_first_layer(name: str) -> None:
+    assert_alike(*twins(PAIRS[name], **parts()), pictures(2, 3, 4, 4).sigmoid(), box=(0, 1), what=name)
