@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fasterisnet.cli import main
+from fasterisnet.cli import main, parser
+from fasterisnet.cli.options import given_options
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.reader import Reader
 from fasterisnet.runs.folder import Run
@@ -322,3 +323,9 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     assert main(train_command(folder, tmp_path / "run", *changes)) == 1
     assert "not" in capsys.readouterr().err
     assert not (tmp_path / "run" / "best.safetensors").exists()
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("7", 7), ("0.5", 0.5), ("true", True), ("[1, 2]", [1, 2])])
+def test_values_as_they_are_read(text: str, value: Any) -> None:
+    options = parser().parse_args(["train", "--data", "DIR", "--seed", text])
+    assert given_options(options) == {"data": "DIR", "seed": value}

@@ -35,9 +35,11 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    """A text of the command line as YAML would understand it."""
+    """A text of the command line as YAML would understand it; digits are a decimal number, also behind a zero."""
     if name in ("data", "model", "out", "method"):
         return text
+    if text.isascii() and text.isdigit():
+        return int(text)
     import yaml
 
     try:
