@@ -74,6 +74,17 @@ def test_workers_stay_and_come_from_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_dies_between_epochs_is_missed_at_once() -> None:
+    """An epoch begins with a word from every worker; what is dead is not waited for until the time is up."""
+    loader = Loader(drawn_source(per_class=4, size=16).split("val"), PREPARATION, 3, name="val", workers=2, timeout=600)
+    assert list(loader.epoch(0))
+    victim = loader._loader._iterator._workers[1]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(LoadingError, match=rf"split 'val' failed .* worker 1 \(process {victim.pid}\) died"):
+        list(loader.epoch(1))
+
+
+@pytest.mark.slow
 def test_a_time_out_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is saved where it happened, in the middle of an epoch; resumed, the run ends with the same bytes."""
 

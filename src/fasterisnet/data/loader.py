@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from multiprocessing import forkserver
@@ -127,8 +128,8 @@ class Loader:
                 self.heard(done, self.batches.count())
             begin = time.perf_counter()
             try:
-                iterator = iterator or iter(self._loader)
-                batch = self._next(iterator)
+                iterator = iterator or self._begun()
+                batch = next(iterator, None)
             except RuntimeError as error:
                 problem = self._problem(iterator or self._loader._iterator, str(error))
                 if problem is None:
@@ -142,19 +143,14 @@ class Loader:
             images, labels, masks = batch
             yield images.to(self.dtype), labels, masks
 
-    def _next(self, iterator: Any) -> Batch | BadImageError | None:
-        """PyTorch looks after its workers only when it has waited in vain, so it waits for moments."""
-        begin, limit = time.monotonic(), self.timeout or math.inf
-        iterator._timeout = min(limit, MOMENT) if self._loader.num_workers else 0
-        try:
-            while True:
-                try:
-                    return next(iterator, None)
-                except RuntimeError as error:
-                    if not str(error).startswith(SLOW) or time.monotonic() - begin >= limit:
-                        raise
-        finally:
-            iterator._timeout = self._loader.timeout
+    def _begun(self) -> Any:
+        """PyTorch looks after its workers only when it has waited in vain, so it waits for moments: for a batch, and
+        at the beginning of an epoch for workers that stayed from the one before.
+        """
+        iterator: Any = iter(self._loader)
+        if self._loader.num_workers:
+            iterator._try_get_data = _watched(weakref.ref(iterator), self.timeout or math.inf)
+        return iterator
 
     def _problem(self, iterator: Any, text: str) -> LoadingError | None:
         """What PyTorch says of workers that died or hang, in the words of the run; those that hang are ended."""
@@ -171,6 +167,19 @@ class Loader:
             f"Loading the split '{readable(self.name)}' failed in process {self.batches.rank} of "
             f"{self.batches.processes}: worker {which} {what}. Fewer workers or another loader_timeout may help."
         )
+
+
+def _watched(iterator: weakref.ref[Any], limit: float) -> Callable[..., tuple[bool, Any]]:
+    """A look into the queue of results that ends when there is one, a worker has died or the time is up."""
+
+    def look(_timeout: float = 0.0) -> tuple[bool, Any]:
+        begin, this = time.monotonic(), iterator()
+        while True:
+            found = type(this)._try_get_data(this, min(limit, MOMENT))
+            if found[0] or time.monotonic() - begin >= limit:
+                return found
+
+    return look
 
 
 def check_workers(workers: int) -> None:

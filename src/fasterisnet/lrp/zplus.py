@@ -255,8 +255,11 @@ def product_zplus(at: Step) -> None:
     """Half to each of two factors. A number behind a sum makes a mean of it: the stabiliser is that of the mean."""
     at_sum = at.active.index(True)
     node = source(at.edge(at_sum))[0]
-    alone = sum(at.active) == 1 and set(at.flow) == {"R"} and not at.walk.wants(at.edge(at_sum))
-    scale = as_affine(at.node, at.kind, at_sum)[0] if alone and node is not None and kind(node) in WHOLE else 0.0
+    alone = (
+        sum(at.active) == 1 and set(at.flow) == {"R"} and not at.walk.wants(at.edge(at_sum), source(at.edge(at_sum)))
+    )
+    alone = alone and node is not None and kind(node) in WHOLE and shape((node, 0)) == shape((at.node, 0))
+    scale = as_affine(at.node, at.kind, at_sum)[0] if alone else 0.0
     if scale > 0:
         below = Step(at.walk, node, at.flow)
         below.eps = at.eps / scale
@@ -278,10 +281,8 @@ def _product_zplus(at: Step) -> None:
         )
     # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
     alpha = at.saved("alpha") or 1
-    factors = [
-        unscaled(t, at.edge(i), at.walk.active, PERMUTING)[0]
-        for t, i in zip((found.x, found.weight / alpha), positions, strict=True)
-    ]
+    pair = (found.x, found.weight if alpha == 1 else found.weight / alpha)
+    factors = [unscaled(t, at.edge(i), at.walk.active, PERMUTING)[0] for t, i in zip(pair, positions, strict=True)]
 
     def z(a_plus: Tensor, a_minus: Tensor, b_plus: Tensor, b_minus: Tensor) -> Tensor:
         return found.forward(a_plus, b_plus) + found.forward(a_minus, b_minus)
