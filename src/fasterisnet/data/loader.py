@@ -173,7 +173,8 @@ def _watched(iterator: weakref.ref[Any], limit: float) -> Callable[..., tuple[bo
     """A look into the queue of results that ends when there is one, a worker has died or the time is up."""
 
     def look(_timeout: float = 0.0) -> tuple[bool, Any]:
-        begin, this = time.monotonic(), iterator()
+        begin = time.monotonic()
+        this: Any = iterator()
         while True:
             found = type(this)._try_get_data(this, min(limit, MOMENT))
             if found[0] or time.monotonic() - begin >= limit:
