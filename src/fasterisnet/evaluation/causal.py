@@ -102,8 +102,8 @@ def ask(
             rows[name].append(_rows(numbers, answers))
     if original is None:
         original = _widened(rows["original"], max((part.shape[1] for part in rows["original"]), default=0))
-    answers = {name: _widened(rows[name], original.shape[1]) for name in tests}
-    return Answers(original, answers, donors, problems, visible)
+    said = {name: _widened(rows[name], original.shape[1]) for name in tests}
+    return Answers(original, said, donors, problems, visible)
 
 
 # --- what they mean --------------------------------------------------------------------------------------------------
