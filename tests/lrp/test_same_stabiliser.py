@@ -75,14 +75,6 @@ PAIRS: dict[str, tuple[Forward, Forward]] = {
         lambda m, x: m.fc(torch.relu(m.conv(x)).mean((2, 3))),
         lambda m, x: m.fc(torch.einsum("nchw->nc", torch.relu(m.conv(x))) * (1 / math.prod(x.shape[2:]))),
     ),
-    "sum, spread and divided": (
-        lambda m, x: m.fc((torch.relu(m.conv(x)).mean((2, 3), keepdim=True) + 0 * x[:, :1]).mean((2, 3))),
-        lambda m, x: m.fc(
-            (torch.relu(m.conv(x)).sum((2, 3), keepdim=True) / x.new_full(x.shape[2:], math.prod(x.shape[2:]))).mean(
-                (2, 3)
-            )
-        ),
-    ),
     "queries scaled": (SCORES, attention(lambda q, k, v: torch.softmax((q * ROOT) @ k.mT, -1) @ v)),
     "both scaled": (
         SCORES,

@@ -38,11 +38,9 @@ def _value(name: str, text: str) -> Any:
     """A text of the command line as YAML would understand it; digits are a decimal number, also behind a zero."""
     if name in ("data", "model", "out", "method"):
         return text
-    if text.isascii() and text.isdigit():
-        return int(text)
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return int(text) if text.isascii() and text.isdigit() else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
