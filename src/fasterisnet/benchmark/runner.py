@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fasterisnet.audit.audit import audit_run
 from fasterisnet.benchmark.pictures import save_maps
@@ -18,6 +20,7 @@ from fasterisnet.benchmark.results import difference
 from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.evaluation.attention import logits_of
 from fasterisnet.files import read_json, write_text
+from fasterisnet.models.factory import build_model
 from fasterisnet.runs.config import Config
 from fasterisnet.runs.fingerprint import absolute
 from fasterisnet.runs.folder import Run
@@ -27,6 +30,7 @@ from fasterisnet.training.distributed import is_first_process
 from fasterisnet.training.loop import train
 
 BATCH, ROUNDS = 32, 50  # of the measurement of inference
+STANDARD = "standard"  # the row that others are compared with
 
 
 def begun(config: Config) -> bool:
@@ -69,7 +73,7 @@ def _write_result(recipe: Recipe, run: Run, config: Config, result: Path, comman
         "training_seconds": round(progress["seconds"], 3),
         "processor_seconds": round(progress["processor_seconds"], 3),
         "best_epoch": report["epoch"],
-        **_size_and_speed(run, trust),
+        **_size_and_speed(recipe, run, trust),
         "tests": report["tests"],
         "epochs": progress["rows"],
         **_audited(run),
@@ -95,15 +99,30 @@ def _audited(run: Run) -> dict[str, Any]:
     return {"audit": {**{key: audit[key] for key in ("split", "images", "verdict")}, **found}}
 
 
-def _size_and_speed(run: Run, trust: bool) -> dict[str, float]:
-    """Parameters of the network that comes out, and milliseconds it takes for an image."""
+def _size_and_speed(recipe: Recipe, run: Run, trust: bool) -> dict[str, float]:
+    """Parameters of the network that comes out, and how many times as long as the standard one it takes for an image.
+
+    Both are run in turn, and the fastest round of each counts: whatever else the machine does only slows them down.
+    """
     model, card = run.load_model(trust=trust)
-    images = torch.rand(BATCH, card.prepare.channels, card.prepare.size, card.prepare.size)
-    times = []
+    found: dict[str, float] = {"parameters": sum(p.numel() for p in model.parameters())}
+    if STANDARD in recipe.rows:
+        plain = recipe.config(STANDARD, 0, None, run.folder, {})
+        standard = build_model(plain.model, len(card.classes), channels=plain.channels, size=plain.size, trust=trust)
+        subjects = [(standard.eval(), plain.channels, plain.size), (model, card.prepare.channels, card.prepare.size)]
+        theirs, mine = (min(times) for times in zip(*_in_turn(subjects), strict=True))
+        found["inference_times_standard"] = mine / theirs
+    return found
+
+
+def _in_turn(subjects: list[tuple[nn.Module, int, int]]) -> Iterator[list[float]]:
+    """Seconds that each of (network, channels, pixels) takes for a batch, round by round."""
+    batches = [(model, torch.rand(BATCH, channels, size, size)) for model, channels, size in subjects]
     with torch.inference_mode():
         for _ in range(ROUNDS):
-            begin = time.perf_counter()
-            logits_of(model, images)
-            times.append(time.perf_counter() - begin)
-    milliseconds = 1000 * min(times) / BATCH  # whatever else the machine does only adds to it
-    return {"parameters": sum(p.numel() for p in model.parameters()), "inference_milliseconds": milliseconds}
+            times = []
+            for model, images in batches:
+                begin = time.perf_counter()
+                logits_of(model, images)
+                times.append(time.perf_counter() - begin)
+            yield times
