@@ -78,7 +78,7 @@ class Command:
             if self.leader == 0:
                 _become(arguments, log)
         else:
-            command = [sys.executable, "-m", "fasterisnet.cli", *arguments]
+            command = [sys.executable, "-m", "fasterisnet", *arguments]
             with log.open("ab") as file:
                 self.popen = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
             self.leader = self.popen.pid

@@ -87,7 +87,7 @@ def address(run: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fasterisnet.cli", "app", str(run), "--port", str(port)]
+    command = [sys.executable, "-m", "fasterisnet", "app", str(run), "--port", str(port)]
     quiet = {**os.environ, "GRADIO_ANALYTICS_ENABLED": "False"}
     with subprocess.Popen(command, env=quiet, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

@@ -22,7 +22,7 @@ ABSENT = "mps" if torch.cuda.is_available() else "gpu"  # what this machine does
 
 
 def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fasterisnet.cli", *arguments]
+    command = [sys.executable, "-m", "fasterisnet", *arguments]
     return subprocess.run(command, env={**environment(), **variables}, capture_output=True, text=True, timeout=120)
 
 
@@ -143,7 +143,7 @@ def test_a_full_disk(stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert (run / "state.pt").read_bytes() == before
         for kind in ("pt2", "onnx"):
             words = ["export", str(run), "--format", kind, "--out", str(disk / f"x.{kind}")]
-            done = Command(["-m", "fasterisnet.cli", *words]).wait()
+            done = Command(["-m", "fasterisnet", *words]).wait()
             assert done.returncode == 1 and "No space left" in done.stderr.splitlines()[-1], done.stderr
             assert not list(disk.glob("*x.*"))
         filler.unlink()

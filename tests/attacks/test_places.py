@@ -106,7 +106,7 @@ def test_one_process_at_a_time(
 
 @pytest.mark.slow
 def test_two_trainings_into_one_new_folder(pictures: Path, tmp_path: Path) -> None:
-    command = ["-m", "fasterisnet.cli", "train", "--data", str(pictures), "--out", str(tmp_path / "run"), *OPTIONS]
+    command = ["-m", "fasterisnet", "train", "--data", str(pictures), "--out", str(tmp_path / "run"), *OPTIONS]
     both = [Command([*command, "--seed", seed]) for seed in "12"]
     ends = [process.wait(timeout=120) for process in both]
     assert sorted(end.returncode for end in ends) == [0, 2], [end.stderr for end in ends]

@@ -271,7 +271,7 @@ def test_maps_of_other_samples_are_not_drawn_over_these(place: Place, capsys: py
 def test_two_processes(tmp_path: Path) -> None:
     """Two rows one after the other: the second is begun by processes that are already there."""
     place = Place(tmp_path / "a")
-    command = [sys.executable, "-m", "fasterisnet.cli", "benchmark", "mnist", *place.options]
+    command = [sys.executable, "-m", "fasterisnet", "benchmark", "mnist", *place.options]
     command += [
         "--methods",
         "standard",

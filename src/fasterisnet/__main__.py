@@ -1,4 +1,4 @@
-"""`python -m fasterisnet.cli`."""
+"""`python -m fasterisnet` is the command `fasterisnet`."""
 
 import sys
 
