@@ -110,6 +110,12 @@ class Command:
             found.setdefault("main" if pid == self.leader else kind, []).append(pid)
         return found
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Until it is so, the command has ended, or it seems to hang."""
+        end = time.time() + HANGS
+        while not condition() and not self.ended() and time.time() < end:
+            time.sleep(0.02)
+
     def wait(self, moved: Callable[[], float] | None = None) -> bool:
         """Until nothing is left of it; False if it hangs, and then it is ended."""
         begin = time.time()
@@ -187,8 +193,7 @@ class Soak:
         if kind not in self.wholes:
             run = self.folder / f"whole {kind}"
             command = self.start(kind, run)
-            while not (run / "config.yaml").exists() and not command.ended():
-                time.sleep(0.02)
+            command.until((run / "config.yaml").exists)
             begin = time.time()
             if not command.wait() or command.code != 0:
                 sys.exit(f"the undisturbed run failed: {command.log}")
@@ -199,11 +204,9 @@ class Soak:
         """One of its processes, at any time of the run, sometimes of its start; nothing if it was quicker."""
         if self.random.random() < 0.9:
             size = command.log.stat().st_size if command.log.exists() else 0
-            while not command.ended() and not ((run / "config.yaml").exists() and _longer(command.log, size)):
-                time.sleep(0.02)
-        until = time.time() + self.random.uniform(0.0, self.lasts[kind])
-        while time.time() < until and not command.ended():
-            time.sleep(0.02)
+            command.until(lambda: (run / "config.yaml").exists() and _longer(command.log, size))
+        moment = time.time() + self.random.uniform(0.0, self.lasts[kind])
+        command.until(lambda: time.time() > moment)
         found = command.processes()
         self.lasts[kind] *= 0.8 if command.ended() else 1.05  # machines are slower and faster
         if not command.ended() and found:
@@ -320,10 +323,12 @@ def main() -> int:
     parser.add_argument("--undisturbed", type=int, default=0, metavar="N", help="N runs of two processes, not killed")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # threads do not survive a fork, so there must be none
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        os.execv(sys.executable, sys.orig_argv)
     end = time.time() + 60 * options.minutes
     for name in ("fasterisnet.training.loop", "matplotlib.backends.backend_agg", "matplotlib.figure"):
         importlib.import_module(name)  # forked commands have it then
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {options.seed}, in {folder}", flush=True)
     if options.undisturbed:
