@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import runpy
@@ -11,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+import fasterisnet
+from api.test_import_directions import LEVELS
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "bars")
 # No dependencies of this package, not even to test it.
 NEEDS = {"huggingface_trainer.py": ["transformers", "accelerate"], "monai_volumes.py": ["monai"]}
+
+
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def accuracies(printed: str) -> tuple[float, float]:
@@ -37,6 +44,27 @@ def test_python_of_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     exec(compile(code, "README.md", "exec"), namespace)
     assert namespace["maps"].shape == (4, 3, 32, 32) and "OK" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "where.png"]
+
+
+def test_objects_that_documents_name_are_there() -> None:
+    """`fi.NAME`, `fasterisnet.NAME`, `package.module.NAME`: in words as in code."""
+    parts = "|".join(part for part in LEVELS if part)
+    named = rf"`(?:(?:fi|fasterisnet)\.|(?=(?:{parts})\.))([a-zA-Z_]+(?:\.[a-zA-Z_]+)*)[`(]"
+    found = {(path.name, name) for path in DOCUMENTS for name in re.findall(named, path.read_text(encoding="utf-8"))}
+    files = (".py", ".md", ".json", ".html", ".yaml", ".png", ".csv")
+    wrong = [at for at in sorted(found) if not at[1].endswith(files) and not at[1].isupper() and not _is_there(at[1])]
+    assert len(found) > 30 and wrong == []
+
+
+def _is_there(name: str) -> bool:
+    """Whether the package has an object of this name; a module before a function that is called like it."""
+    at: Any = fasterisnet
+    for word in name.split("."):
+        try:
+            at = importlib.import_module(f"{at.__name__}.{word}")
+        except (ImportError, AttributeError):
+            at = getattr(at, word, None)
+    return at is not None
 
 
 def test_readme_names_every_example() -> None:
