@@ -1,8 +1,10 @@
-"""Runs `fasterisnet.check` over every classification model of torchvision and one of each timm family.
+"""Runs `fasterisnet.check` over every classification model of torchvision, more than one of each timm family, every
+image classifier of HuggingFace (from its configuration, two layers deep) and MONAI's in two and three dimensions.
 
     python benchmarks/coverage.py [--only PART_OF_NAME] [--out docs/coverage.md] [--cache runs/coverage.jsonl]
 
 Rows are kept in the cache as they come, so an interrupted run goes on where it was; delete it to start afresh.
+transformers and monai are no dependencies of ours: where one is not installed, its models are left out.
 
 Models are untrained, their batch-norm statistics settled on random images, zero-initialised layers drawn at random, and
 fed the smallest square image they accept.
@@ -12,13 +14,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import platform
+import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -47,7 +53,14 @@ sequencer2d_s shvit_s1 skresnet18 starnet_s050 swiftformer_xs swin_tiny_patch4_w
 swinv2_tiny_window8_256 tiny_vit_5m_224 tnt_s_patch16_224 tresnet_m twins_svt_small visformer_tiny
 vit_tiny_patch16_224 vit_relpos_small_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet19b_dw legacy_xception
 xception41 xcit_nano_12_p16_224
+vgg11_bn resnet18 resnext50_32x4d resnetaa50 resnetrs50 wide_resnet50_2 seresnet18 cspdarknet53 dla46_c gernet_s
+halonet26t lambda_resnet26t sehalonet33ts bat_resnext26ts mobilenetv2_050 mobilenet_edgetpu_v2_xs efficientnet_lite0
+efficientnet_es efficientnet_cc_b0_4e mnasnet_small spnasnet_100 fbnetc_100 semnasnet_075 tf_mixnet_s regnetv_040
+regnetz_005 swin_s3_tiny_224 vit_srelu_small_patch16_224 flexivit_small beitv2_base_patch16_224
+mobilenetv4_hybrid_medium convnext_zepto_rms
 """.split()
+# HuggingFace's that need another package, take no images or have no classes of their own.
+NOT_THESE = frozenset({"Dinat", "ImageGPT", "TimmWrapper", "ShieldGemma2", "PPLCNet"})
 
 
 @dataclass
@@ -82,12 +95,34 @@ def settle(model: nn.Module, images: Tensor) -> None:
     model.eval()
 
 
-def smallest_input(model: nn.Module) -> Tensor:
-    """Random images in [0, 1] of the smallest square size the model accepts."""
+@dataclass(frozen=True)
+class Case:
+    """A network to examine, and the channels and dimensions of its images."""
+
+    library: str
+    name: str
+    build: Callable[[], nn.Module]
+    channels: int = 3
+    dimensions: int = 2
+
+
+class First(nn.Module):
+    """A network that returns its logits with other things behind them, as one that returns them alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[0]
+
+
+def smallest_input(model: nn.Module, case: Case) -> Tensor:
+    """Random images in [0, 1] of the smallest square (cubic) size the model accepts."""
     model.eval()
     failure: Exception | None = None
     for size in SIZES:
-        images = torch.rand(2, 3, size, size)
+        images = torch.rand(2, case.channels, *[size] * case.dimensions)
         try:
             with torch.no_grad():
                 model(images)
@@ -98,12 +133,12 @@ def smallest_input(model: nn.Module) -> Tensor:
     raise RuntimeError(f"no input size of {SIZES} is accepted: {failure}")
 
 
-def examine(library: str, name: str, build: Callable[[], nn.Module]) -> Row:
+def examine(case: Case) -> Row:
     torch.manual_seed(0)
-    row = Row(library, name)
+    row = Row(case.library, case.name)
     try:
-        model = build()
-        images = smallest_input(model)
+        model = case.build()
+        images = smallest_input(model, case)
         row.size = images.shape[-1]
         settle(model, images)
         verdict = fi.check(model, images)
@@ -117,34 +152,85 @@ def examine(library: str, name: str, build: Callable[[], nn.Module]) -> Row:
     return row
 
 
-def models() -> list[tuple[str, str, Callable[[], nn.Module]]]:
-    found: list[tuple[str, str, Callable[[], nn.Module]]] = []
+def torchvision_models() -> Iterator[Case]:
     for name in torchvision.models.list_models(module=torchvision.models):
         extra = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
-        found.append(
-            ("torchvision", name, lambda n=name, e=extra: torchvision.models.get_model(n, num_classes=CLASSES, **e))
+        yield Case(
+            "torchvision", name, lambda n=name, e=extra: torchvision.models.get_model(n, num_classes=CLASSES, **e)
         )
+
+
+def timm_models() -> Iterator[Case]:
     for name in TIMM:
-        found.append(("timm", name, lambda n=name: timm.create_model(n, num_classes=CLASSES)))
-    return found
+        yield Case("timm", name, lambda n=name: timm.create_model(n, num_classes=CLASSES))
+
+
+def huggingface_models() -> Iterator[Case]:
+    """Two layers of each kind of network, 64 pixels where the configuration says how many."""
+    from transformers.models.auto import modeling_auto
+
+    known: Any = modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+
+    def build(configuration: Any) -> nn.Module:
+        made = configuration(num_labels=CLASSES)
+        for part in (made, getattr(made, "vision_config", None)):
+            for option, value in (("num_hidden_layers", 2), ("image_size", 64)):
+                if isinstance(getattr(part, option, None), int):
+                    setattr(part, option, value)
+        found = known[configuration]
+        return (found[0] if isinstance(found, tuple) else found)(made)
+
+    for configuration in known:
+        name = configuration.__name__.removesuffix("Config")
+        if name not in NOT_THESE:
+            yield Case("transformers", name, lambda c=configuration: build(c))
+
+
+def monai_models() -> Iterator[Case]:
+    from monai.networks import nets
+
+    def vit(dimensions: int) -> nn.Module:
+        size = {"img_size": [32] * dimensions, "patch_size": [8] * dimensions, "spatial_dims": dimensions}
+        depth = {"hidden_size": 96, "mlp_dim": 192, "num_layers": 2, "num_heads": 4}
+        return First(nets.ViT(1, **size, **depth, classification=True, num_classes=CLASSES, post_activation=""))
+
+    for d in (2, 3):
+        shape = {"spatial_dims": d, "in_channels": 1, "out_channels": CLASSES}
+        resnet = {"spatial_dims": d, "n_input_channels": 1, "num_classes": CLASSES}
+        se = {"spatial_dims": d, "in_channels": 1, "num_classes": CLASSES}
+        builders: dict[str, Callable[..., nn.Module]] = {
+            "DenseNet121": lambda k=shape: nets.DenseNet121(**k),
+            "ResNet10": lambda k=resnet: nets.resnet10(**k),
+            "ResNet18": lambda k=resnet: nets.resnet18(**k),  # shortcut_type "A" detaches its shortcuts
+            "EfficientNet-B0": lambda k=se: nets.EfficientNetBN("efficientnet-b0", **k, pretrained=False),
+            "SEResNet50": lambda k=se: nets.SEResNet50(**k),
+            "SEResNeXt50": lambda k=se: nets.SEResNext50(**k),
+            "ViT": lambda n=d: vit(n),
+            "Classifier": lambda n=d: nets.Classifier([1, *[32] * n], CLASSES, (8, 16, 16), (2, 2, 2)),
+        }
+        for name, build in builders.items():
+            yield Case("MONAI", f"{name}, {d}-D", build, channels=1, dimensions=d)
+
+
+def models() -> Iterator[Case]:
+    yield from torchvision_models()
+    yield from timm_models()
+    if importlib.util.find_spec("transformers"):
+        yield from huggingface_models()
+    if importlib.util.find_spec("monai"):
+        yield from monai_models()
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    lines = [
-        "# Coverage",
-        "",
-        "`fasterisnet.check` (rule epsilon) on untrained models: every operation has a rule, values are finite, maps",
-        "are not zero, and the gradient of the maps agrees with finite differences. *kept*: sum of relevance / logit.",
-        "",
-        f"Made by `python benchmarks/coverage.py`; torch {torch.__version__.split('+')[0]}, "
-        f"torchvision {torchvision.__version__.split('+')[0]}, timm {timm.__version__}, "
-        f"{platform.machine()}, {torch.get_num_threads()} threads, seed 0.",
-        "",
-    ]
-    for library in ("torchvision", "timm"):
+    """Replaces what the page says of the libraries; what stands in front of them stays."""
+    libraries = list(dict.fromkeys(row.library for row in rows))
+    versions = ", ".join(f"{name} {version(name.lower()).split('+')[0]}" for name in ("torch", *libraries))
+    head = path.read_text(encoding="utf-8") if path.exists() else "# Coverage\n\nMade by\n"
+    head = re.split(r"^## (?:torchvision|timm|transformers|MONAI):", head, maxsplit=1, flags=re.MULTILINE)[0]
+    made = f"Made by `python benchmarks/coverage.py`; {versions}, {platform.machine()}, seed 0."
+    lines = [re.sub(r"^Made by.*$", made, head.rstrip(), count=1, flags=re.MULTILINE), ""]
+    for library in libraries:
         part = [r for r in rows if r.library == library]
-        if not part:
-            continue
         passed = sum(r.ok for r in part)
         lines += [f"## {library}: {passed} of {len(part)} pass ({100 * passed / len(part):.1f} %)", ""]
         lines += [
@@ -158,7 +244,7 @@ def write(path: Path, rows: list[Row]) -> None:
             )
         lines.append("")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def main() -> None:
@@ -174,18 +260,18 @@ def main() -> None:
         done = {(row.library, row.model): row for row in found}
     options.cache.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    for library, name, build in models():
-        if options.only not in f"{library}/{name}":
+    for case in models():
+        if options.only not in f"{case.library}/{case.name}":
             continue
-        row = done.get((library, name))
+        row = done.get((case.library, case.name))
         if row is None:
             began = time.perf_counter()
-            row = examine(library, name, build)
+            row = examine(case)
             with options.cache.open("a") as cache:
                 cache.write(json.dumps(asdict(row)) + "\n")
             seconds = time.perf_counter() - began
             outcome = "pass" if row.ok else f"FAIL {row.note}"
-            print(f"{library}/{name} {row.size} px {outcome} ({seconds:.0f} s)", flush=True)
+            print(f"{case.library}/{case.name} {row.size} px {outcome} ({seconds:.0f} s)", flush=True)
             gc.collect()
         rows.append(row)
     write(options.out, rows)

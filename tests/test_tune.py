@@ -52,6 +52,14 @@ def test_finds_a_robust_candidate_and_goes_on_where_it_was_stopped(tmp_path: Pat
     assert not config.watch
 
 
+def test_the_whole_grid_gives_no_candidate_up(tmp_path: Path) -> None:
+    config, weights = options(tmp_path, epochs=3), (0.5, 0.9)
+    quick = tune(config, weights=weights, decays=(0.9,))
+    whole = tune(config, weights=weights, decays=(0.9,), whole_grid=True)
+    assert quick.epochs == 5 and whole.epochs == whole.grid_epochs == 6
+    assert quick.best in whole.trials and whole.best == max(whole.trials, key=lambda trial: trial.rank)
+
+
 def test_candidates_are_not_tested(tmp_path: Path) -> None:
     tuned = tune(options(tmp_path, epochs=1), weights=(0.5,), decays=(0.9,))
     assert isinstance(tuned.best, Trial)

@@ -81,13 +81,14 @@ def tune(
     weights: Sequence[float] = WEIGHTS,
     decays: Sequence[float] = DECAYS,
     rates: Sequence[float] = (),
+    whole_grid: bool = False,
     say: Callable[[str], None] = lambda _: None,
     watcher: Watcher | None = None,
     trust: bool = False,
 ) -> Tuned:
     """Searches P, d and the rate around the options of a run; goes on where it was stopped.
 
-    Leaves `tuned.yaml` (for `train --config`), `tune.json`, `table.md` and `trade-off.png` in `config.out`.
+    whole_grid: every candidate is trained to the end, none given up. Leaves `tuned.yaml` (for `train --config`), `tune.json`, `table.md` and `trade-off.png` in `config.out`.
     """
     missing = {"heatmap_weight", "decay"} - set(options_of(method_class(config.method)))
     if missing:
@@ -97,12 +98,13 @@ def tune(
         raise UsageError("There is nothing to choose from: give at least one P and one d.")
     data, out = judged(config.data, config.seed), Path(config.out)
     first = candidates
+    rungs = [(len(first), config.epochs)] if whole_grid else plan(len(first), config.epochs)
     say(
         f"{len(candidates)} candidates, judged on {JUDGE} of {data}: "
-        + ", then ".join(f"{count} for {epochs} epochs" for count, epochs in plan(len(candidates), config.epochs))
+        + ", then ".join(f"{count} for {epochs} epochs" for count, epochs in rungs)
     )
     trials: list[Trial] = []
-    for count, epochs in plan(len(candidates), config.epochs):
+    for count, epochs in rungs:
         rung = []
         for candidate in candidates[:count]:
             trial = _trial(replace(config, data=data, epochs=epochs), candidate, out, watcher, trust)
@@ -190,7 +192,7 @@ def table(tuned: Tuned) -> str:
             f"| {c.heatmap_weight:g} | {c.decay:g} | {c.lr:g} | {t.epochs} | {t.robust:.3f} | {t.biased:.3f} | "
             f"{t.background:.3f} |"
         )
-    lines += ["", f"{tuned.epochs} epochs; a full grid would take {tuned.grid_epochs}."]
+    lines += ["", f"{tuned.epochs} epochs; a full grid takes {tuned.grid_epochs}."]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
     p.add_argument("--weights", metavar="P", nargs="+", type=float, help="values of P to try")
     p.add_argument("--decays", metavar="D", nargs="+", type=float, help="values of d to try")
     p.add_argument("--rates", metavar="LR", nargs="+", type=float, help="learning rates to try (default: lr alone)")
+    p.add_argument("--whole-grid", action="store_true", help="train every candidate to the end: three times the cost")
     add_options(p)
 
 
@@ -39,7 +40,7 @@ def work(options: argparse.Namespace) -> int:
     with Terminal() as watcher:
         tuned = tune(
             config, weights=options.weights or WEIGHTS, decays=options.decays or DECAYS, rates=options.rates or (),
-            say=watcher.say, trust=options.trust or "model" in given,
+            whole_grid=options.whole_grid, say=watcher.say, trust=options.trust or "model" in given,
         )  # fmt: skip
     print(table(tuned))
     print(f"Chosen: {tuned.best.candidate}; train with: --config {Path(config.out) / 'tuned.yaml'}")
