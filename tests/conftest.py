@@ -1,5 +1,6 @@
 """Same examples and same rounding on every run; the environment may ask for other ones."""
 
+import gc
 import os
 
 import torch
@@ -11,3 +12,8 @@ settings.register_profile("fasterisnet", deadline=None, derandomize=SEED == 0)
 settings.load_profile("fasterisnet")
 core.global_force_seed = SEED or None
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at its million objects again and again."""
+    gc.freeze()

@@ -48,7 +48,7 @@ calibration_batches: 0
 def test_nothing_but_data_method_network_size_and_epochs(tmp_path: Path, method: str) -> None:
     """Right where the mark lies, where a plain classifier has 0; and less relevance in the background than at first."""
     config = Config(
-        data="drawn?classes=2&size=16&per_class=60", method=method, model="small", size=16, epochs=15,
+        data="drawn?classes=2&size=16&per_class=60", method=method, model="small", size=16, epochs=10,
         out=str(tmp_path / "run"), watch=["deceiving"], workers=0, tensorboard=False, accelerator="cpu",
     )  # fmt: skip
     run = train(config, report=False)
