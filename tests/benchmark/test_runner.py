@@ -20,6 +20,7 @@ from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
 from fasterisnet.benchmark.tables import DRAWS, command_of
 from fasterisnet.cli import main
+from fasterisnet.data.drawn import drawn_source
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.runs import report
@@ -30,7 +31,7 @@ data: drawn
 seeds: [0]
 tests: [iid, ood, deceiving]
 common:
-  {model: small, size: 16, epochs: 2, batch: 30, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood],
+  {model: small, size: 16, epochs: 2, batch: 10, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood],
    audit: 9}
 rows:
   standard: {method: standard}
@@ -67,10 +68,12 @@ class Place:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_pictures() -> Iterator[None]:
-    """Those of single runs; they take longer than the training."""
+def few_and_no_pictures() -> Iterator[None]:
+    """Sixty to learn from, and none of single runs, which take longer than the training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "picture", lambda *_: None)
+        patch.setitem(drawn_source.__kwdefaults__, "per_class", 20)
+        patch.setitem(drawn_source.__kwdefaults__, "size", 16)
         yield
 
 
