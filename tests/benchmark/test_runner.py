@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from commands import Command, environment
+from fasterisnet.benchmark import pictures, tables
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
 from fasterisnet.benchmark.tables import DRAWS, command_of
@@ -75,6 +76,16 @@ def few_and_no_pictures() -> Iterator[None]:
         patch.setitem(drawn_source.__kwdefaults__, "per_class", 20)
         patch.setitem(drawn_source.__kwdefaults__, "size", 16)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the results are drawn for `whole` and for the test that looks at them."""
+    if request.function is not test_the_pictures_come_from_the_results:
+        for place, name in ((tables, "accuracy_panels"), (tables, "curve_of_f"), (pictures, "heatmap_figure")):
+            monkeypatch.setattr(place, name, lambda *_, **__: None)
+        for place in (tables, pictures):
+            monkeypatch.setattr(place, "save_figure", lambda _, path: path.touch())
 
 
 @pytest.fixture(scope="module")
