@@ -296,6 +296,8 @@ def test_two_processes(tmp_path: Path) -> None:
         "accelerator=cpu",
         "--set",
         "epochs=1",
+        "--set",
+        "batch=30",
     ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
