@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import load_file, save_file
 
-from commands import Command, environment
+from commands import environment
 from fasterisnet.benchmark import pictures, tables
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
@@ -282,29 +282,19 @@ def test_maps_of_other_samples_are_not_drawn_over_these(place: Place, capsys: py
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rows one after the other: the second is begun by processes that are already there."""
     place = Place(tmp_path / "a")
-    command = [sys.executable, "-m", "fasterisnet", "benchmark", "mnist", *place.options]
-    command += [
-        "--methods",
-        "standard",
-        "stochastic",
-        "--set",
-        "devices=2",
-        "--set",
-        "accelerator=cpu",
-        "--set",
-        "epochs=1",
-        "--set",
-        "batch=30",
-    ]
+    fewer = "audit: 0, data_options: {per_class: 20, size: 16}}"
+    (tmp_path / "a" / "recipe.yaml").write_text(RECIPE.replace("audit: 9}", fewer))
+    more = ["--methods", "standard", "stochastic"]
+    more += [word for option in ("devices=2", "accelerator=cpu", "epochs=1") for word in ("--set", option)]
+    command = [sys.executable, "-m", "fasterisnet", "benchmark", "mnist", *place.options, *more]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(place.tests()) == ["standard-seed0", "stochastic-seed0"]
     assert done.stdout.count("| stochastic | 0 |") == 1
-    again = Command(command[1:]).wait()
-    assert again.returncode == 0 and again.stdout.count("is finished") == 2
+    assert place.run(*more) == 0 and capsys.readouterr().out.count("is finished") == 2
 
 
 def test_options_of_data_are_joined_and_those_given_win(tmp_path: Path) -> None:
