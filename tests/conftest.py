@@ -24,3 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at its million objects again and again."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Extensions say at the end what nobody gave back."""
+    gc.unfreeze()
