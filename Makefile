@@ -17,7 +17,7 @@ COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --upgrade --q
 export UV_HTTP_TIMEOUT ?= 300
 export PYRIGHT_PYTHON_IGNORE_WARNINGS ?= 1
 
-.PHONY: help setup test lint format bench coverage-table soak demo docs lock clean
+.PHONY: help setup test lint style types checks format bench coverage-table soak demo docs lock clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,13 +38,21 @@ $(VENV)/package.stamp: pyproject.toml $(VENV)/lock.stamp
 	$(UV) --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-test: lint  ## ruff, pyright and all tests
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: style  ## ruff, pyright and all tests
+	@$(MAKE) --no-print-directory --jobs 2 types checks
 
-lint: setup  ## ruff (lint and format) and pyright
+lint: style types  ## ruff (lint and format) and pyright
+
+style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: setup
 	$(BIN)/pyright --project pyproject.toml
+
+# Beside pyright, which has one core and half a minute to itself otherwise.
+checks: setup
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 format: setup  ## let ruff repair style and layout
 	$(BIN)/ruff check --fix

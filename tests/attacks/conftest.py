@@ -13,7 +13,9 @@ from PIL import Image
 from fasterisnet import cli
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.training import loop
+from sketches import sketches
 
+__all__ = ["sketches"]
 OPTIONS = [
     "--method", "standard", "--model", "small", "--epochs", "2", "--size", "16", "--batch", "6", "--workers", "0",
     "--accelerator", "cpu", "--tensorboard", "false",

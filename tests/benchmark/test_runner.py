@@ -15,11 +15,13 @@ from unittest.mock import Mock
 import pytest
 from safetensors.torch import load_file, save_file
 
-from commands import Command, environment
+from commands import environment
+from fasterisnet.benchmark import pictures, tables
 from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import finished
 from fasterisnet.benchmark.tables import DRAWS, command_of
 from fasterisnet.cli import main
+from fasterisnet.data.drawn import drawn_source
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.runs import report
@@ -30,7 +32,7 @@ data: drawn
 seeds: [0]
 tests: [iid, ood, deceiving]
 common:
-  {model: small, size: 16, epochs: 2, batch: 30, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood],
+  {model: small, size: 16, epochs: 2, batch: 10, workers: 0, ranges: [0.5, 5], tensorboard: false, watch: [iid, ood],
    audit: 9}
 rows:
   standard: {method: standard}
@@ -67,11 +69,23 @@ class Place:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_pictures() -> Iterator[None]:
-    """Those of single runs; they take longer than the training."""
+def few_and_no_pictures() -> Iterator[None]:
+    """Sixty to learn from, and none of single runs, which take longer than the training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "picture", lambda *_: None)
+        patch.setitem(drawn_source.__kwdefaults__, "per_class", 20)
+        patch.setitem(drawn_source.__kwdefaults__, "size", 16)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the results are drawn for `whole` and for the test that looks at them."""
+    if request.function is not test_the_pictures_come_from_the_results:
+        for place, name in ((tables, "accuracy_panels"), (tables, "curve_of_f"), (pictures, "heatmap_figure")):
+            monkeypatch.setattr(place, name, lambda *_, **__: None)
+        for place in (tables, pictures):
+            monkeypatch.setattr(place, "save_figure", lambda _, path: path.touch())
 
 
 @pytest.fixture(scope="module")
@@ -268,27 +282,19 @@ def test_maps_of_other_samples_are_not_drawn_over_these(place: Place, capsys: py
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rows one after the other: the second is begun by processes that are already there."""
     place = Place(tmp_path / "a")
-    command = [sys.executable, "-m", "fasterisnet", "benchmark", "mnist", *place.options]
-    command += [
-        "--methods",
-        "standard",
-        "stochastic",
-        "--set",
-        "devices=2",
-        "--set",
-        "accelerator=cpu",
-        "--set",
-        "epochs=1",
-    ]
+    fewer = "audit: 0, data_options: {per_class: 20, size: 16}}"
+    (tmp_path / "a" / "recipe.yaml").write_text(RECIPE.replace("audit: 9}", fewer))
+    more = ["--methods", "standard", "stochastic"]
+    more += [word for option in ("devices=2", "accelerator=cpu", "epochs=1") for word in ("--set", option)]
+    command = [sys.executable, "-m", "fasterisnet", "benchmark", "mnist", *place.options, *more]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(place.tests()) == ["standard-seed0", "stochastic-seed0"]
     assert done.stdout.count("| stochastic | 0 |") == 1
-    again = Command(command[1:]).wait()
-    assert again.returncode == 0 and again.stdout.count("is finished") == 2
+    assert place.run(*more) == 0 and capsys.readouterr().out.count("is finished") == 2
 
 
 def test_options_of_data_are_joined_and_those_given_win(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasterisnet import explain
-from lrp.helpers import Net, parameter_gradients, pictures, randomised, relu_rule
+from lrp.helpers import Net, kept, parameter_gradients, pictures, randomised, relu_rule
 
 RULES = ["epsilon", "zplus", "gamma", "gradient"]
 CLASSES = 4
@@ -62,13 +62,15 @@ def assert_explained_alike(
     trap: nn.Module, plain: nn.Module, images: Tensor, *, rule: str, tolerance: float = 1e-10, **options: Any
 ) -> Tensor:
     """Same map, trainable or not, and same gradients of a loss on it, for two networks with the same parameters."""
-    results = []
-    for model in (trap, plain):
+
+    def result(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
         untrained = explain(model, images, 1, rule=rule, **options)
         heatmap = explain(model, images, 1, rule=rule, create_graph=True, strict=True, **options)
         torch.testing.assert_close(untrained, heatmap.detach())
-        results.append((heatmap.detach(), parameter_gradients(model, heatmap.square().sum())))
-    (first, first_grads), (second, second_grads) = results
+        return heatmap.detach(), parameter_gradients(model, heatmap.square().sum())
+
+    first, first_grads = result(trap)
+    second, second_grads = kept(lambda: result(plain), plain, images, rule, options)
     assert second.abs().max() > 0 and second.isfinite().all()
     torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
     scale = max(float(grad.abs().max()) for grad in second_grads.values())

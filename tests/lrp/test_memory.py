@@ -21,8 +21,8 @@ from fasterisnet.lrp.targets import AllLogits
 from lrp.helpers import Net
 from lrp.small_nets import BOX, RULES
 
-STEPS = 200
-SLACK = 20 * 2**20  # one activation of `network` a step, left behind, would be 47 MB
+STEPS = 100
+SLACK = 10 * 2**20  # one activation of `network` a step, left behind, would be 23 MB
 
 
 def network() -> nn.Module:

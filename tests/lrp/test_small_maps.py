@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import resnet18
 
 from fasterisnet.lrp import small_maps
 from fasterisnet.lrp.small_maps import WORTHWHILE, SmallMaps, small
 from fasterisnet.methods import Dual, Original, Standard
+from fasterisnet.models import build_model
 
 DIMENSIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -82,7 +82,7 @@ def test_which_are_small(size: int, samples: int, settings: dict[str, object], i
 @pytest.mark.parametrize("method", [Standard(), Original(0.7, box=None), Dual(0.7)], ids=lambda m: type(m).__name__)
 def test_a_training_step_is_the_same(method: Standard, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = resnet18(num_classes=3).double()
+    model = build_model("resnet18_half", 3).double()
     images, labels = torch.rand(WORTHWHILE, 3, 28, 28, dtype=torch.float64), torch.arange(WORTHWHILE) % 3
     masks = torch.zeros(WORTHWHILE, 1, 28, 28)
     masks[:, :, 8:20, 8:20] = 1

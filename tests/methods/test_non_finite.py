@@ -11,6 +11,7 @@ from torch import nn
 
 import fasterisnet as fi
 from fasterisnet.errors import InputError, NonFiniteError
+from fasterisnet.methods import guided
 from methods.tester import ALL, IDS, Tester, filled, labels_for, masks_for, pictures
 
 FAMILY = [case for case in ALL if case[0] != "Standard"]
@@ -18,9 +19,9 @@ NAMES = [name for name in IDS if name != "Standard"]
 MODULES = ["conv1", "bn1", "layer1.conv2", "layer2.bn1", "layer2.shortcut.0", "fc"]
 
 
-def last_words(method: Any, model: nn.Module, *batch: Any) -> str:
-    """What ten bad steps in a row end with."""
-    for count in range(1, 10):
+def last_words(method: Any, model: nn.Module, *batch: Any, steps: int = 10) -> str:
+    """What so many bad steps in a row end with."""
+    for count in range(1, steps):
         assert method.loss(model, *batch).skipped and method.skipped == count
     with pytest.raises(NonFiniteError) as caught:
         method.loss(model, *batch)
@@ -44,12 +45,13 @@ def test_a_bad_step_changes_nothing(case: tuple[str, bool]) -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("module", MODULES)
-def test_the_layer_with_the_bad_weight_is_named(module: str, value: float) -> None:
+def test_the_layer_with_the_bad_weight_is_named(module: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided, "PATIENCE", 2)
     model, *batch = Tester.batch()
     with torch.no_grad():
         model.get_submodule(module).weight.view(-1)[0] = value
     for make in (fi.Selective, fi.Dual, fi.GradInput):
-        words = last_words(make(ranges=(0.3, 0.6)), model, *batch)
+        words = last_words(make(ranges=(0.3, 0.6)), model, *batch, steps=2)
         assert f"first bad layer: '{module}'" in words and "Lower the learning rate" in words
 
 

@@ -283,8 +283,10 @@ class Tester:
         method = self.independent(**settings)
         batch = images, labels_for(images), masks_for(images)
 
+        @torch.no_grad()
         def loss() -> float:
-            return float(method.loss(model, *batch).total.detach())
+            """As a validation loss: the same number (see `check_without_gradients`), and no graph for its gradients."""
+            return float(method.loss(model, *batch).total)
 
         for seed in range(20):
             parts = method.loss(fill(model, seed), *batch)

@@ -44,11 +44,13 @@ calibration_batches: 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["stochastic", "selective", "dual", "softmax-grad-input"])
-def test_nothing_but_data_method_network_size_and_epochs(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "epochs"), [("stochastic", 10), ("selective", 10), ("dual", 10), ("softmax-grad-input", 15)]
+)
+def test_nothing_but_data_method_network_size_and_epochs(tmp_path: Path, method: str, epochs: int) -> None:
     """Right where the mark lies, where a plain classifier has 0; and less relevance in the background than at first."""
     config = Config(
-        data="drawn?classes=2&size=16&per_class=60", method=method, model="small", size=16, epochs=15,
+        data="drawn?classes=2&size=16&per_class=60", method=method, model="small", size=16, epochs=epochs,
         out=str(tmp_path / "run"), watch=["deceiving"], workers=0, tensorboard=False, accelerator="cpu",
     )  # fmt: skip
     run = train(config, report=False)

@@ -14,7 +14,7 @@ from fasterisnet.runs.folder import Run
 from training.driving import driven
 
 OPTIONS: dict[str, Any] = {
-    "data": "drawn?per_class=16&size=16", "method": "stochastic", "model": "small", "size": 16, "epochs": 3, "batch": 6,
+    "data": "drawn?per_class=8&size=16", "method": "stochastic", "model": "small", "size": 16, "epochs": 3, "batch": 6,
     "augmentation": "crop", "workers": 1, "calibration_epochs": 1, "checkpoint_every": 2,
     "watch": ["ood"], "accelerator": "cpu",
 }  # fmt: skip

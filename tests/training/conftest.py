@@ -1,0 +1,5 @@
+"""These runs are not about their pictures."""
+
+from sketches import sketches
+
+__all__ = ["sketches"]
