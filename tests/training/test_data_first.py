@@ -70,10 +70,16 @@ def black(data: Path) -> None:
         save(path, MASK * 0)
 
 
+def white(data: Path) -> None:
+    for path in (data / "masks").rglob("*.png"):
+        save(path, MASK * 0 + 255)
+
+
 WITHOUT = {
     "no folder": (lambda data: shutil.rmtree(data / "masks"), ["masks/train/a/0.png", "nearest is no mask at all"]),
     "other names": (misnamed, ["masks/train/a/0.png", "nearest is masks/train/a/0_mask.png"]),
     "label maps": (label_maps, ["masks/train/a/0.png", "0, 1, 2", "--foreground"]),
+    "white": (white, ["masks/train/a/0.png", "none of the 12 training images", "full mask"]),
     "black": (black, ["masks/train/a/0.png", "none of the 12 training images"]),
 }
 

@@ -103,7 +103,7 @@ def examine_data(config: Config, say: Callable[[str], None]) -> check.Report:
 
 def _check_masks(config: Config, report: check.Report, say: Callable[[str], None]) -> None:
     usable, images = report.masks.get("train", 0), report.splits.get("train", 0)
-    rows = [row for kind in ("no mask", "empty") if (row := report.found(kind))]
+    rows = [row for kind in ("no mask", "empty", "full") if (row := report.found(kind))]
     example = f" One of them ({rows[0].problem}): {rows[0].examples[0]}." if rows else ""
     advice = f"{example} Give masks, or train with --method standard; {_listing(config)} says more."
     if not usable:
