@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError, NonFiniteError
-from fasterisnet.losses import Masks, classification_loss, gathered_masks, has_foreground, prepare_masks
+from fasterisnet.losses import Masks, classification_loss, fitting_masks, has_foreground
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.check import first_bad_layer
 from fasterisnet.lrp.explain import check_inputs
@@ -53,7 +53,7 @@ class Guided(Method):
         """The loss of one batch, differentiable for every parameter."""
         check_inputs(model, images)
         images, labels = plain(images), plain(labels)
-        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
+        mask = fitting_masks(masks, images)
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             images = images.clone() if images.is_inference() else images

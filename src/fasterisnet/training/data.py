@@ -32,8 +32,8 @@ class Splits:
         watched = {name: self.source.split(name) for name in config.watch}
         if config.on_bad_image == "skip":
             training, validation = self._readable(training), self._readable(validation)
-            check_classes_of(training, self.source, "readable image")
             watched = {name: readable_part(samples, config.workers)[0] for name, samples in watched.items()}
+        check_classes_of(training, self.source, "image that is left to learn from")
         if config.mask_share < 1:
             training = FewerMasks(training, config.mask_share, random_stream(config.seed, MASKS))
         self.training_samples = len(training)

@@ -188,7 +188,7 @@ def _are_chances(outputs: Tensor) -> bool:
 
 def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> list[str]:
     """What the first step after the calibration would find out; returns what the method has to say."""
-    if source.multi_label and not method.multi_label:
+    if source.multi_label and len(source.classes) > 1 and not method.multi_label:
         raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
     known = dict(model.named_modules())
     for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:
