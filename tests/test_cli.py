@@ -337,3 +337,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
 def test_values_as_they_are_read(text: str, value: Any) -> None:
     options = parser().parse_args(["train", "--data", "DIR", "--seed", text])
     assert given_options(options) == {"data": "DIR", "seed": value}
+
+
+def test_benchmarks_take_their_data_as_other_commands_call_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "dogs", "--data", "dogs:somewhere", "--list"]) == 0
+    assert "'data': 'dogs:somewhere'" in capsys.readouterr().out

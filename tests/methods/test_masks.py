@@ -212,3 +212,14 @@ def test_forgotten_masks_are_told() -> None:
     _warn_none.cache_clear()
     with pytest.warns(UserWarning, match="No masks were given"):
         fi.Stochastic(ranges=(0.1, 10)).loss(model, images, labels)
+
+
+@pytest.mark.parametrize("name", ["stochastic", "rrr", "energy", "gain"])
+def test_half_images_under_autocast(name: str) -> None:
+    """Trainers hand over images in the precision of autocast; the weights stay in float32."""
+    model, images, labels, masks = Tester.batch()
+    method = METHODS_BY_NAME[name](**({"ranges": (0.1, 10)} if METHODS_BY_NAME[name].needs_ranges else {}))
+    model, images = model.float(), images.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        parts = method.loss(model, images.bfloat16(), labels, masks)
+    assert parts.total.dtype == torch.float32 and bool(torch.isfinite(parts.total.detach()))
