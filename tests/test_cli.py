@@ -139,6 +139,14 @@ def test_pictures_cannot_go_into_a_file(command: list[str], tmp_path: Path, caps
     assert "file is not a folder that you may write to" in capsys.readouterr().err
 
 
+def test_explain_reads_fractions_with_a_window(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.fromarray(np.random.default_rng(0).random((16, 16), dtype=np.float32)).save(tmp_path / "a.tif")
+    command = ["explain", str(run), str(tmp_path / "a.tif"), "--out", str(tmp_path / "out"), "--accelerator", "cpu"]
+    assert main(command) == 1 and "--window low,high or auto" in capsys.readouterr().err
+    assert main([*command, "--window", "1,0"]) == 2 and "low below high" in capsys.readouterr().err
+    assert main([*command, "--window", "auto"]) == 0
+
+
 def test_explain_an_unknown_class(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = next((folder / "test").rglob("*.png"))
     assert main(["explain", str(run), str(image), "--target", "disk"]) == 2
@@ -329,3 +337,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
 def test_values_as_they_are_read(text: str, value: Any) -> None:
     options = parser().parse_args(["train", "--data", "DIR", "--seed", text])
     assert given_options(options) == {"data": "DIR", "seed": value}
+
+
+def test_benchmarks_take_their_data_as_other_commands_call_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "dogs", "--data", "dogs:somewhere", "--list"]) == 0
+    assert "'data': 'dogs:somewhere'" in capsys.readouterr().out

@@ -133,6 +133,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         "",
     ),
     "empty split": (lambda d: (d / "notes").mkdir(), {"layout": 1}, "notes"),
+    "masks beside images": (
+        lambda d: (d / "masks/train/cat/0.png").rename(d / "train/cat/0_mask.png"),
+        {"among": 1, "no mask": 2},
+        "train/cat/0_mask.png",
+    ),
     "stray": (lambda d: (d / "train/cat/x.png").mkdir(), {"stray": 1}, "train/cat/x.png"),
     "similar classes": (
         lambda d: (d / "val/dog").rename(d / "val/Dog"),
@@ -289,6 +294,25 @@ def test_a_manifest_with_every_problem(tmp_path: Path) -> None:
     ]
     assert "'owl'" in row(report, "not trained").examples[0] and "'dog'" in row(report, "not tested").examples[0]
     assert report.splits == {"train": 7, "test": 2}
+
+
+@pytest.mark.parametrize("column", ["patient_id", "Subject", "PatientID"])
+def test_whose_an_image_is_may_be_called_otherwise(tmp_path: Path, column: str) -> None:
+    for i in range(4):
+        save(tmp_path / f"i{i}.png", noise(i))
+    rows = ["i0.png,train,cat,p0", "i1.png,train,dog,p1", "i2.png,test,cat,p1", "i3.png,test,dog,p2"]
+    (tmp_path / "manifest.csv").write_text("\n".join([f"image,split,label,{column}", *rows]))
+    assert kinds(check_data(tmp_path))["group"] == 1
+
+
+def test_columns_that_are_not_used_and_classes_that_are_one_number_are_named(tmp_path: Path) -> None:
+    for i in range(3):
+        save(tmp_path / f"i{i}.png", noise(i))
+    text = "image,split,label,xmin,age\ni0.png,train,0,1,9\ni1.png,train,1,1,9\ni2.png,train,1.0,1,9\n"
+    (tmp_path / "manifest.csv").write_text(text)
+    report = check_data(tmp_path)
+    assert kinds(report) == {"column": 2, "class name": 1, "no mask": 3}
+    assert "'xmin'" in row(report, "column").examples[0] and "'1.0'" in row(report, "class name").examples[0]
 
 
 def test_several_labels(tmp_path: Path) -> None:

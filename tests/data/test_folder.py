@@ -185,6 +185,9 @@ def test_masks_of_other_modes(tmp_path: Path) -> None:
         "deep255.png": SHAPE.astype(np.uint16) * 255,
         "deep1.png": SHAPE.astype(np.uint16),
         "alpha.png": np.dstack([red, np.full((6, 9), 7, np.uint8)]),
+        "opaque.png": np.dstack([np.full((6, 9, 3), 255, np.uint8), SHAPE * np.uint8(255)]),
+        "opaque_black.png": np.dstack([np.zeros((6, 9, 3), np.uint8), SHAPE * np.uint8(255)]),
+        "opaque_gray.png": Image.merge("LA", [Image.new("L", (9, 6), 255), Image.fromarray(SHAPE * np.uint8(255))]),
         "float.tif": SHAPE.astype(np.float32),
     }
     for name, picture in pictures.items():
@@ -397,6 +400,8 @@ def test_a_manifest_in_the_folder(tmp_path: Path) -> None:
         ("image,split,label,LABEL\ni/a.png,train,x,1\n", "same name"),
         ("image,split,label\n", "names no image"),
         ("image,split,label\ni/a.png,train\n", "line 2: has no label"),
+        ("image,split,label\ni/a.png,train,nan\n", "line 2: has no label"),
+        ("image,split,label,group,patient\ni/a.png,train,x,1,2\n", "columns group and patient.*keep one"),
         ("image,split,label\n\n\n,train,x\n", "line 4: names no image"),
         ("image,split,label\ni/a.png,train,x,y\n", "4 cells, but there are 3"),
         ("image,split,label:a\ni/a.png,train,2\n", "line 2: has '2' for 'a'"),

@@ -18,6 +18,7 @@ from torchvision.io import write_png
 
 from evaluation.scenes import SIZE, corner_reader, object_reader, scenes
 from fasterisnet.audit.audit import Settings, audit
+from fasterisnet.audit.examination import CHANCES
 from fasterisnet.audit.verdict import decide
 from fasterisnet.cli import main
 from fasterisnet.data.preparation import Preparation
@@ -405,6 +406,37 @@ def test_two_classes_and_one_logit(tmp_path: Path) -> None:
     assert area["value"] == pytest.approx(model["performance"]["macro_auc"]["value"])
     assert area["low"] <= area["value"] <= area["high"]
     assert "DeLong" in check_page(tmp_path / "out" / "audit.html").text
+
+
+def chances() -> nn.Module:
+    return nn.Sequential(object_reader(), nn.Softmax(1))
+
+
+def test_probabilities_are_not_taken_for_logits(folder: Path, tmp_path: Path) -> None:
+    """A network that ends with a softmax is judged as the one without."""
+    found = audited([*named("object_reader"), "evaluation.test_audit:chances"], folder, tmp_path / "out")
+    plain, soft = found["models"]
+    for key in ("value", "low", "high"):
+        errors = [model["performance"]["calibration"]["error"][key] for model in (plain, soft)]
+        assert errors[1] == pytest.approx(errors[0], abs=1e-4)
+    assert soft["caveats"] == [*plain["caveats"], CHANCES]
+
+
+def test_options_that_a_run_does_not_need_are_said_to_be_unused(folder: Path, tmp_path: Path) -> None:
+    card = Card("small", NAMES, False, PREPARE.to_dict(), "stochastic", True, 1, None)
+    Run(tmp_path / "mine").save_weights(build_model("small", 3).state_dict(), card)
+    said: list[str] = []
+    audit(
+        [str(tmp_path / "mine")],
+        str(folder),
+        tmp_path / "out",
+        prepare=Preparation(48),
+        settings=QUICK,
+        say=said.append,
+    )
+    assert "mine: says itself how images become its input" in said[0]
+    audited([str(tmp_path / "mine")], folder, tmp_path / "out", say=said.append)
+    assert sum("says itself" in line for line in said) == 1
 
 
 def test_large_pictures_fit_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,21 @@ def parts(line: str, path: Path) -> list[str]:
     return [part.strip() for part in re.findall(r".+?=\d\.\d{4}", line.removeprefix(str(path)))]
 
 
+def test_the_card_repeats_the_verdict_on_these_weights_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(tmp_path / "run")
+    other = {"name": "run", "weights_sha256": "0", "sentence": "Of another.", "reasons": []}
+    mine = {"name": "x", "weights_sha256": run.checksum(), "sentence": "Of this one.", "reasons": []}
+    audit = {"sentence": "Of another.", "reasons": [], "data": "d", "split": "test", "images": 7}
+    place = tmp_path / "audit.json"
+    command = ["export", str(run.folder), "--format", "pt2", "--out", str(tmp_path / "a.pt2"), "--audit", str(place)]
+    place.write_text(json.dumps({**audit, "models": [other, mine]}))
+    assert main(command) == 0 and "Of this one. (Audit of `x`" in (tmp_path / "MODEL_CARD.md").read_text()
+    place.write_text(json.dumps({**audit, "models": [other]}))
+    assert main(command) == 2 and "not about these weights" in capsys.readouterr().err
+    (run.folder / "audit.json").write_text(place.read_text())
+    assert main(command[:-2]) == 0 and "was not audited" in (tmp_path / "MODEL_CARD.md").read_text()
+
+
 def test_the_files_say_how_to_feed_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(tmp_path / "run", fit="pad", mean=[0.5, 0.5, 0.5], std=[0.25, 0.25, 0.25])
     audit = {"sentence": "This classifier ignores the background.", "reasons": ["Answers stay."], "data": "d"}

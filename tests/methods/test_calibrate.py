@@ -185,3 +185,32 @@ def test_vanished_relevance_is_an_error_that_says_what_to_do() -> None:
     nn.init.zeros_(net.fc.weight)
     with pytest.raises(NonFiniteError, match=r"map 0 at depth 'input' vanished.*calibrate again"):
         fi.calibrate(fi.Original(), net, batches(), epochs=0, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+
+
+IMAGES, LABELS = pictures(4, 2, 9, 8), torch.tensor([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([IMAGES], "holds Tensor; it has to begin with two tensors"),
+        ([(IMAGES,)], "begin with two tensors"),
+        (["ab"], "holds str"),
+        ([(IMAGES, LABELS.tolist())], "holds Tensor, list"),
+        ([{"image": IMAGES, "label": LABELS.numpy()}], "holds Tensor, ndarray"),
+        (list(zip(IMAGES, LABELS, strict=True)), "goes into a DataLoader first"),
+        ([(IMAGES.byte(), LABELS)], "convert them to floating point"),
+        (None, "loader is a NoneType"),
+    ],
+)
+def test_batches_that_are_none_are_an_error_in_one_line(loader: Any, message: str) -> None:
+    with pytest.raises(FasterISNetError, match=message):
+        fi.calibrate(fi.Stochastic(), model(), loader)
+
+
+def test_only_isnets_are_calibrated_and_only_for_whole_epochs() -> None:
+    method: Any = fi.RRR()
+    with pytest.raises(FasterISNetError, match="RRR has no C1 and C2"):
+        fi.calibrate(method, model(), batches())
+    with pytest.raises(FasterISNetError, match="epochs is -1"):
+        fi.calibrate(fi.Stochastic(), model(), batches(), epochs=-1)

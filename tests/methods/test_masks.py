@@ -13,6 +13,8 @@ from torch.nn import functional as F
 import fasterisnet as fi
 from fasterisnet.errors import FasterISNetError
 from fasterisnet.losses import gwrp, heatmap_loss, resize_masks
+from fasterisnet.losses.masks import _warn_none
+from fasterisnet.methods import METHODS as METHODS_BY_NAME
 from fasterisnet.methods.ranges import Range
 from fasterisnet.targets import EtaOfLowest
 from methods.tester import (
@@ -147,6 +149,13 @@ BAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "one None too few": ("Dual", {}, {"masks": [None] * 3}, "3 masks for 4 images; give one for each"),
     "masks that differ": ("Dual", {}, {"masks": [torch.ones(9, 8)] * 3 + [torch.ones(9, 9)]}, "share one shape"),
     "masks without space": ("Dual", {}, {"masks": torch.ones(4, 8)}, "must have 3 dimensions"),
+    "masks without a pixel": ("Dual", {}, {"masks": torch.ones(4, 1, 0, 0)}, "have no pixel; give None"),
+    "masks of arrays": ("Dual", {}, {"masks": [None] * 3 + [torch.ones(9, 8).numpy()]}, "ndarray; give a tensor"),
+    "masks of three channels": ("Dual", {}, {"masks": torch.eye(3)[torch.ones(4, 9, 8).long()].movedim(3, 1)}, "1:2"),
+    "masks that fit no channel": (
+        "Dual", {}, {"masks": torch.cat([torch.ones(4, 2, 9, 8), torch.zeros(4, 1, 9, 8)], 1)}, "need one channel",
+    ),
+    "no number as label": ("Original", {}, {"labels": torch.full((4, 3), torch.nan)}, "between 0 and 1"),
     "negative label": ("Selective", {}, {"labels": torch.tensor([0, -1, 0, 0])}, "0 to 2"),
     "two columns for three": ("Original", {}, {"labels": torch.zeros(4, 2)}, "multi-label targets are"),
     "labels between": ("Original", {}, {"labels": torch.full((4, 3), 1.5)}, "between 0 and 1"),
@@ -188,3 +197,29 @@ def test_calibrated_ranges_fit_groups_of_maps() -> None:
         losses.append(method.loss(model, images, labels, masks).total)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
     torch.testing.assert_close(losses[2], losses[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["background-swap", "background-erase", "gain", "rrr", "energy", "masked-input"])
+def test_classes_of_a_segmentation_are_no_mask(name: str) -> None:
+    """Background and object as two channels would be an object that fills the image."""
+    model, images, labels, masks = Tester.batch()
+    with pytest.raises(FasterISNetError, match=r"masks\[:, 1:2\]"):
+        METHODS_BY_NAME[name]().loss(model, images, labels, torch.cat([~masks, masks], 1))
+
+
+def test_forgotten_masks_are_told() -> None:
+    model, images, labels, _ = Tester.batch()
+    _warn_none.cache_clear()
+    with pytest.warns(UserWarning, match="No masks were given"):
+        fi.Stochastic(ranges=(0.1, 10)).loss(model, images, labels)
+
+
+@pytest.mark.parametrize("name", ["stochastic", "rrr", "energy", "gain"])
+def test_half_images_under_autocast(name: str) -> None:
+    """Trainers hand over images in the precision of autocast; the weights stay in float32."""
+    model, images, labels, masks = Tester.batch()
+    method = METHODS_BY_NAME[name](**({"ranges": (0.1, 10)} if METHODS_BY_NAME[name].needs_ranges else {}))
+    model, images = model.float(), images.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        parts = method.loss(model, images.bfloat16(), labels, masks)
+    assert parts.total.dtype == torch.float32 and bool(torch.isfinite(parts.total.detach()))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from fasterisnet.cli.arguments import told
 from fasterisnet.losses.gwrp import decay_for
 from fasterisnet.runs import report
 from fasterisnet.runs.config import Config
 from fasterisnet.training import loop
-from fasterisnet.training.console import BEAT, Terminal, Watcher, bar_line, epoch_line, parts_of, remaining
+from fasterisnet.training.console import BEAT, Output, Terminal, Watcher, bar_line, epoch_line, parts_of, remaining
 
 ROW = {f"train_{name}": 0.5 for name in ("loss", "classification", "background", "foreground", "accuracy")}
 PARTS = parts_of(ROW, "train", True)
@@ -121,3 +124,21 @@ def test_a_run_tells_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         watcher=plain,
     )
     assert not any("background" in line for line in plain.lines)
+
+
+class Gone(io.StringIO):
+    def write(self, _text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_reader_that_has_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(fileno=lambda: -1))
+    with pytest.raises(BrokenPipeError) as caught:
+        Terminal(Output(file=Gone())).say("a line")
+    assert told(caught.value) == "The output cannot be written: Broken pipe."
+
+
+def test_an_output_that_is_full_is_told() -> None:
+    assert told(OSError(errno.ENOSPC, "No space left")) == "The output cannot be written: No space left."
+    assert "a.png" in told(OSError(errno.ENOSPC, "No space left", "a.png"))

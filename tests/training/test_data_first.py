@@ -70,10 +70,16 @@ def black(data: Path) -> None:
         save(path, MASK * 0)
 
 
+def white(data: Path) -> None:
+    for path in (data / "masks").rglob("*.png"):
+        save(path, MASK * 0 + 255)
+
+
 WITHOUT = {
     "no folder": (lambda data: shutil.rmtree(data / "masks"), ["masks/train/a/0.png", "nearest is no mask at all"]),
     "other names": (misnamed, ["masks/train/a/0.png", "nearest is masks/train/a/0_mask.png"]),
     "label maps": (label_maps, ["masks/train/a/0.png", "0, 1, 2", "--foreground"]),
+    "white": (white, ["masks/train/a/0.png", "none of the 12 training images", "full mask"]),
     "black": (black, ["masks/train/a/0.png", "none of the 12 training images"]),
 }
 
@@ -154,6 +160,23 @@ def test_a_patient_in_training_and_validation_is_refused(data: Path, capsys: pyt
     error = capsys.readouterr().err
     assert all(word in error for word in ("number-a", "train", "val", "patient")) and "number-b" not in error
     assert train(manifest(data, "abcdefghijklmnop")) == 0
+
+
+def test_a_class_that_is_held_out_with_its_patient_is_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All images of b are of one patient, who is drawn for validation with one of the seeds."""
+    shutil.rmtree(data / "val")
+    path = manifest(data, "abcdefffffff")
+    codes = [
+        train(path, "--seed", str(seed), "--holdout", "0.5", method="standard", out=f"{seed}") for seed in range(4)
+    ]
+    assert 1 in codes and "The split 'train' has no image that is left to learn from of b" in capsys.readouterr().err
+
+
+def test_one_logit_is_no_matter_of_several_labels(data: Path) -> None:
+    paths = [path.relative_to(data) for path in sorted(data.rglob("*/[ab]/*.png")) if "masks" not in path.parts]
+    rows = [f"{path},masks/{path},{path.parts[0]},{int(path.parts[1] == 'a')}" for path in paths]
+    (data / "m.csv").write_text("\n".join(["image,mask,split,label:a", *rows]))
+    assert train(data / "m.csv", method="selective") == 0
 
 
 def test_a_patient_of_the_xrays_in_training_and_validation_is_refused(

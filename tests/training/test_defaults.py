@@ -183,6 +183,7 @@ def test_luck_before_the_rate_has_come_down_is_not_chosen() -> None:
     [
         ("stochastic", (1.8, 1.7, 1.6), True),
         ("stochastic", (1.8, 1.0, 0.3), False),
+        ("stochastic", (1.8,), False),
         ("stochastic", (0.05, 0.05, 0.06), False),
         ("stochastic", (0.5, 0.9, 0.9), True),
         ("standard", (0.0, 0.0, 0.0), False),

@@ -51,6 +51,8 @@ def audit(
     subjects = [open_subject(text, len(source.classes), prepare=prepare, trust=trust, device=device) for text in models]
     _name_apart(subjects)
     for subject in subjects:
+        if subject.classes is not None and prepare not in (None, Preparation(), subject.prepare):
+            say(f"{subject.name}: says itself how images become its input, so other sizes and the like are not used")
         known = None if subject.classes is None else (subject.classes, subject.multi_label)
         if known not in (None, (source.classes, source.multi_label)):
             kinds = {True: ", of which several can be true", False: ""}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fasterisnet.data.base import Label, Samples, Subset
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import (
+    are_chances,
     background_area,
     background_mass,
     decisions,
@@ -42,6 +43,7 @@ CACHED = 400_000_000  # bytes of prepared images kept in memory
 FEW = 30  # sources that get a row each; more of them are patients
 LEAST_OF_SOURCE = 5  # samples on average, to be a source and no patient
 DRAWN_FOR_COLOURS = 256
+CHANCES = "Its outputs are probabilities; their logarithms stand for its logits."
 Say = Callable[[str], None]
 
 
@@ -117,6 +119,9 @@ def examine(
         text = next(iter(problems.values()), "there is no image")
         raise InputError(f"'{subject.name}' answered to none of {len(samples)} images; the first: {text}.")
     _check_width(subject, original.shape[1], classes, multi_label)
+    chances = original.shape[1] > 1 and not multi_label and are_chances(original[known])
+    if chances:
+        subject, original = replace(subject, predict=_logarithms(subject.predict)), _logarithm(original)
     usable = [u and k for u, k in zip(usable, known.tolist(), strict=True)]
     answers = ask(
         subject.predict, pictures, labels, palette, usable,
@@ -130,6 +135,7 @@ def examine(
         if row.get("mass") is not None and not row["trained_with"]
     }
     verdict = decide(causal, masses)
+    verdict.caveats.extend([CHANCES] if chances else [])
     right = rights(original, labels, multi_label)
     report: dict[str, Any] = {
         "name": subject.name,
@@ -203,6 +209,15 @@ def _first_look(
     whole = [p if p.shape[1] == width > 0 else p.new_full((len(p), max(width, 1)), torch.nan) for p in logits]
     seen = [torch.cat(parts) for parts in zip(*colours, strict=True)] if any(usable) else [images, masks]
     return torch.cat(whole), problems, usable, palette_of(*seen)
+
+
+def _logarithm(chances: Tensor) -> Tensor:
+    """Logits whose softmax these probabilities are."""
+    return chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
+
+
+def _logarithms(predict: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda images: _logarithm(predict(images))
 
 
 def _attention(

@@ -126,8 +126,9 @@ def logits_of_nothing(_: Tensor) -> Tensor:
 
 def _run(text: str, device: torch.device, trust: bool) -> Subject:
     model, card = Run(text).load_model(trust=trust)
-    subject = Subject(Path(text).resolve().name, "run", logits_of_nothing, card.prepare)
-    return _module(_told(subject, card), model, device)
+    subject = _told(Subject(Path(text).resolve().name, "run", logits_of_nothing, card.prepare), card)
+    subject.facts["weights_sha256"] = Run(text).checksum()
+    return _module(subject, model, device)
 
 
 def _module(subject: Subject, model: nn.Module, device: torch.device) -> Subject:

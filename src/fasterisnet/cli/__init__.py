@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fasterisnet import __version__
 from fasterisnet.cli import app, audit, benchmark, data, demo, evaluate, explain, export, train, tune
-from fasterisnet.cli.arguments import FAILED, INTERRUPTED, USAGE, Help, say_error
+from fasterisnet.cli.arguments import FAILED, INTERRUPTED, USAGE, Help, say_error, told
 from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.extras import install_module
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_error(f"{str(error) or 'stopped'}")
         return getattr(error, "code", INTERRUPTED)
     except OSError as error:
-        say_error(str(error))
+        say_error(told(error))
     except ModuleNotFoundError as error:
         say_error(f"{error}; install what it needs with: {install_module(error.name)}")
     except Exception as error:  # noqa: BLE001  the last line of a traceback is what a user needs first

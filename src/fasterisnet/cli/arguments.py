@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -74,6 +75,13 @@ def check_folder(path: str, folders: Iterable[Path] | None = None) -> None:
     there = next(folder for folder in folders or (place, *place.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UsageError(f"{path} cannot be written: {there} is not a folder that you may write to.")
+
+
+def told(error: Exception) -> str:
+    """What an error says; the system names the file that cannot be written, but not the output of a command."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
+        return f"The output cannot be written: {error.strerror}."
+    return str(error)
 
 
 def say_error(text: str) -> None:

@@ -41,6 +41,7 @@ def work(options: argparse.Namespace) -> int:
     from fasterisnet.models import check_trust
     from fasterisnet.training.distributed import is_first_process
 
+    options.data = options.data and options.data.removeprefix(f"{options.name}:")  # as other commands call it
     recipe = Recipe.read(options.name, options.recipe)
     everything = options.methods == ["all"]
     recipe = recipe.with_all_methods() if everything else recipe

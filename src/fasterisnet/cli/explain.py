@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     )
     p.add_argument("--target", metavar="CLASS", help="class to explain (default: the most likely one)")
     p.add_argument("--masks", metavar="DIR", help="folder of masks with the images' names, drawn as outlines")
+    p.add_argument("--window", metavar="X", help="of more than 8 bits: low,high or auto (default: as it was trained)")
     add_accelerator(p)
     p.add_argument("--rule", default="epsilon", choices=("epsilon", "zplus", "gradient"))
 
@@ -34,7 +35,7 @@ def work(options: argparse.Namespace) -> int:
     check_folder(options.out)
     for path in explain_files(
         [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
-        rule=options.rule, trust=options.trust, device=chosen_device(options.accelerator),
+        rule=options.rule, window=options.window, trust=options.trust, device=chosen_device(options.accelerator),
     ):  # fmt: skip
         print(path)
     return DONE

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fasterisnet.cli.arguments import DONE, FAILED, INTERRUPTED, command, say_error
+from fasterisnet.cli.arguments import DONE, FAILED, INTERRUPTED, command, say_error, told
 from fasterisnet.cli.options import add_options, given_options
 from fasterisnet.errors import FasterISNetError, NonFiniteError, UsageError
 
@@ -68,7 +68,8 @@ def work(options: argparse.Namespace) -> int:
         raise
     except (FasterISNetError, OSError) as error:
         begun = (Path(config.out) / "state.pt").exists()
-        say_error(f"{error}{'' if str(error).endswith('.') else '.'} {resume_hint(config)}" if begun else str(error))
+        text = told(error)
+        say_error(f"{text}{'' if text.endswith('.') else '.'} {resume_hint(config)}" if begun else text)
         return FAILED
     if is_first_process():
         if config.audit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from fasterisnet.errors import InputError
 
 AT_ONCE = 4096
 _MISNAMED = {"training": "train", "trainval": "train", "valid": "val", "validation": "val", "dev": "val"}
+_MASK_OF = re.compile(r"(.+)[ _.-](?:mask|masks|seg|segmentation)", re.IGNORECASE | re.DOTALL)
 _USED = 2**14  # values that data of 16 bits should reach
 _FRAMED, _MANY = 0.9, 10  # share of at least so many masks that have the whole border as the object
 
@@ -72,6 +74,7 @@ def about_lists(listing: Listing) -> Iterator[Finding]:
     yield from _about_sites(listing)
     yield from _unused(listing)
     yield from _shared(listing)
+    yield from _masks_among(listing)
 
 
 def _about_sites(listing: Listing) -> Iterator[Finding]:
@@ -99,6 +102,15 @@ def _shared(listing: Listing) -> Iterator[Finding]:
             yield Finding("shared", f"{readable(record.mask)}: is the mask of {both}")
 
 
+def _masks_among(listing: Listing) -> Iterator[Finding]:
+    """Files named like the mask of an image beside them, which would be trained on as images."""
+    stems = {stem_of(record.image) for record in listing.records}
+    for record in listing.records:
+        found = _MASK_OF.fullmatch(stem_of(record.image))
+        if found and found[1] in stems:
+            yield Finding("among", f"{record.name}: is named like a mask of the image beside it")
+
+
 def _about_names(listing: Listing) -> Iterator[Finding]:
     """Names that look like a slip of the keyboard."""
     for split in listing.splits:
@@ -108,9 +120,17 @@ def _about_names(listing: Listing) -> Iterator[Finding]:
             yield Finding("split name", f"{readable(split)}: is it '{meant}'?")
     spelled: dict[str, str] = {}
     for name in listing.classes:
-        other = spelled.setdefault(" ".join(name.replace("_", " ").replace("-", " ").casefold().split()), name)
+        other = spelled.setdefault(_spoken(name), name)
         if other != name:
             yield Finding("class name", f"{readable(other)}: there is also '{readable(name)}'")
+
+
+def _spoken(name: str) -> str:
+    """The same for names that are told apart by their spelling alone: Cat and cat, 1 and 1.0."""
+    try:
+        return str(float(name))
+    except ValueError:
+        return " ".join(name.replace("_", " ").replace("-", " ").casefold().split())
 
 
 def _unused(listing: Listing) -> Iterator[Finding]:
@@ -238,7 +258,7 @@ def _examine(record: Record, reader: Reader) -> Examined:
     elif picture is not None:
         try:
             found = _extent(boxes_to_mask(record.boxes, *picture.image.shape[1:]), record.name)
-            findings, usable = findings + found, not any(finding.kind == "empty" for finding in found)
+            findings, usable = findings + found, not found
         except InputError as error:
             findings.append(Finding("box", f"{record.name}: {error}".removesuffix(".")))
     return Examined(findings, digest, usable and picture is not None, picture.top if picture else None, framed)
@@ -258,12 +278,12 @@ def _examine_mask(record: Record, reader: Reader, picture: Picture | None) -> tu
     if mask.verdict in CLEAR:
         labels = f": none of its labels {listed(mask.values)} is chosen" if reader.foreground else ""
         findings += _extent(mask.foreground, path, labels)
+    usable = mask.verdict in CLEAR and not findings
     if mask.verdict == "soft":
         findings.append(Finding("soft", f"{readable(path)}: has values between black and white"))
     elif mask.verdict != "binary":
         findings.append(Finding(mask.verdict, f"{readable(path)}: {mask.problem}"))
-    usable = mask.verdict in CLEAR and bool(mask.foreground.any())
-    framed = _framed(mask.foreground) if usable and not bool(mask.foreground.all()) else None
+    framed = _framed(mask.foreground) if usable else None
     if picture is None:
         return findings, usable, framed
     if picture.image.shape[1:] != mask.foreground.shape[1:]:
@@ -286,8 +306,7 @@ def _examine_sample(samples: Samples, index: int) -> Examined:
     except InputError as error:
         return Examined([Finding("image", str(error).removesuffix("."))])
     findings = [Finding("no mask", name)] if mask is None else _extent(mask, name)
-    usable = mask is not None and bool(mask.any())
-    return Examined(findings, _digest(image.contiguous().numpy().tobytes()), usable)
+    return Examined(findings, _digest(image.contiguous().numpy().tobytes()), usable=not findings)
 
 
 def _digest(content: bytes) -> bytes:

@@ -4,9 +4,9 @@ A folder:    DIR/<split>/<class>/name.png (any image format); its mask DIR/masks
              name.png.png, where name.jpg is there too), or its boxes DIR/boxes/<split>/<class>/name.xml (Pascal VOC).
              Every folder in DIR but those two is a split.
 A manifest:  a CSV with the columns image, split and label; or, for several labels an image, a column `label:NAME` with
-             0 or 1 for each class. Optional: mask (path, may be empty), group or patient, site, slice (of a medical
-             file, from 0), and x, y, w, h (a box). Paths are relative to the CSV. Rows with an empty split are left
-             out; rows that repeat an image add their box.
+             0 or 1 for each class. Optional: mask (path, may be empty), group or patient (or patient_id, subject,
+             subject_id), site, slice (of a medical file, from 0), and x, y, w, h (a box). Paths are relative to the
+             CSV. Rows with an empty split are left out; rows that repeat an image add their box.
              It may lie in DIR as `manifest.csv` (or `index.csv`), and is used instead of the folders then.
 Boxes:       a COCO file (DIR/annotations.json, or any other that is named) gives outlines or boxes to images without
              mask, by `file_name`: a path relative to DIR or the end of one. Those named like the class of the image
@@ -290,7 +290,8 @@ def looked_for(listing: Listing, record: Record) -> str:
         if "mask" in listing.columns:
             return "the column 'mask' of the table is empty"
         near = [name for name in listing.columns if "mask" in name or "seg" in name]
-        return f"the table has no column 'mask', but {', '.join(map(readable, near or listing.columns))}"
+        boxes = "" if near else " (nor x, y, w, h, a box)"
+        return f"the table has no column 'mask'{boxes}, but {', '.join(map(readable, near or listing.columns))}"
     part, file = os.path.split(os.path.relpath(record.image, listing.root))
     wanted = os.path.join(MASKS, part, f"{stem_of(file)}.png")
     there = _masks_like(listing.root, stem_of(file))
@@ -336,6 +337,8 @@ def list_manifest(path: AnyPath, *, columns: Columns | None = None, boxes: AnyPa
     """The images a CSV names."""
     table = Table(path, columns or Columns())
     listing = Listing(os.path.dirname(path) or ".", multi_label=bool(table.classes), columns=list(table.place))
+    for name in table.unused:
+        listing.odd.append(Finding("column", f"{readable(path)}: the column '{readable(name)}'"))
     with_boxes: dict[tuple[object, ...], int] = {}
     for line, cells in table.rows():
         try:

@@ -18,13 +18,15 @@ from fasterisnet.files import read_file
 LABEL_PREFIX = "label:"
 LARGEST = 2**31  # bytes of a table
 LONGEST = 100  # letters of the name of a split
+GROUPS = ("group", "patient", "patient_id", "patientid", "subject", "subject_id")  # columns that say whose it is
+OTHERS = ("image", "mask", "site", "slice", "x", "y", "w", "h")
 
 AnyPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns of a manifest are called; group: None for `group` or `patient`, whichever there is."""
+    """What the columns of a manifest are called; group: None for that of `GROUPS` which is there."""
 
     label: str = "label"
     split: str = "split"
@@ -104,8 +106,15 @@ class Table:
             if name.lower().startswith(LABEL_PREFIX)
         }
         self.label, self.split = columns.label.lower(), columns.split.lower()
-        self.group = (columns.group or next((n for n in ("group", "patient") if n in self.place), "")).lower()
+        owners = [columns.group.lower()] if columns.group else [name for name in GROUPS if name in self.place]
+        self.group = owners[0] if owners else ""
         self._check(header)
+        if owners[1:]:
+            raise InputError(
+                f"{readable(path)}: has the columns {' and '.join(owners)}, which all say whose an image is; keep one."
+            )
+        used = {*OTHERS, self.label, self.split, self.group}
+        self.unused = [name for name in self.place if name not in used and not name.startswith(LABEL_PREFIX)]
 
     def _check(self, header: list[str]) -> None:
         needed = ["image", self.split, *([self.group] if self.group else []), *([] if self.classes else [self.label])]
@@ -158,7 +167,7 @@ class Table:
 
     def _labels(self, values: dict[str, str], cells: list[str]) -> tuple[str, ...]:
         if not self.classes:
-            if not values[self.label]:
+            if values[self.label].lower() in ("", "nan"):  # what a table program writes for nothing
                 raise RowError("label", "has no label")
             return (values[self.label],)
         for name, i in self.classes.items():

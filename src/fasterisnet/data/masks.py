@@ -122,11 +122,18 @@ def _distinct(values: np.ndarray) -> tuple[float, ...]:
 
 
 def _brightness(picture: Image.Image) -> np.ndarray:
-    """One value for each pixel. A coloured mask counts by its strongest channel, so that red or blue is like white."""
+    """One value for each pixel. A coloured mask counts by its strongest channel, so that red or blue is like white;
+    what is transparent is black, and in a mask of one colour what is opaque is white.
+    """
     if picture.mode == "1":
         return np.array(picture).astype(np.uint8)
-    if picture.mode in ("L", "LA"):
-        return np.array(picture.convert("L"))
+    if picture.mode == "L":
+        return np.array(picture)
+    if "A" in picture.getbands():
+        *colours, opaque = np.moveaxis(np.array(picture.convert("RGBA")), 2, 0)
+        brightness = np.max(colours, axis=0)
+        seen = opaque if np.ptp(brightness) == 0 else np.minimum(brightness, opaque)
+        return seen if np.ptp(opaque) else brightness
     if not picture.mode.startswith(("I", "F")):
         return np.array(picture.convert("RGB")).max(axis=2)
     values = np.array(picture)

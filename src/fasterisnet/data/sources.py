@@ -178,7 +178,7 @@ def _open_path(address: str, given: Mapping[str, Any], seed: int) -> Source:
         near = get_close_matches(address.partition(":")[0], KINDS, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UsageError(f"'{readable(address)}' is neither a known data set nor an existing path.{hint} {CHOICES}")
-    if path.is_file() and path.suffix.lower() != ".csv":
+    if path.is_file() and path.suffix.lower() not in (".csv", ".tsv"):
         raise UsageError(f"{readable(path)}: is neither a folder nor a .csv file. {CHOICES}")
     from fasterisnet.data.folder import open_folder
 

@@ -11,12 +11,12 @@ from fasterisnet.losses.heatmap import (
     foreground_loss,
     heatmap_loss,
 )
-from fasterisnet.losses.masks import Masks, gathered_masks, has_foreground, prepare_masks, resize_masks
+from fasterisnet.losses.masks import Masks, fitting_masks, gathered_masks, has_foreground, prepare_masks, resize_masks
 from fasterisnet.losses.segmentation import intersection_over_union, segmentation_loss
 
 __all__ = [
     "HeatmapLoss", "HeatmapLossParts", "Masks", "RunningMoments", "background_loss", "classification_loss",
-    "decay_for", "depth_shares", "foreground_loss", "gathered_masks", "gwrp", "has_foreground",
+    "decay_for", "depth_shares", "fitting_masks", "foreground_loss", "gathered_masks", "gwrp", "has_foreground",
     "heatmap_loss", "intersection_over_union", "is_multi_label", "prepare_masks", "range_from_moments", "resize_masks",
     "segmentation_loss", "total_relevance",
 ]  # fmt: skip

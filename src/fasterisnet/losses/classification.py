@@ -37,6 +37,8 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy for class indices, binary cross entropy for one logit or for multi-label targets."""
     if not isinstance(labels, Tensor):
         raise InputError(f"labels is a {type(labels).__name__}; it has to be a tensor.")
+    if logits.ndim != 2:
+        raise InputError(f"The model returned a tensor of shape {tuple(logits.shape)}; it has to be (batch, classes).")
     if labels.shape[:1] != logits.shape[:1]:
         raise InputError(f"Labels have shape {tuple(labels.shape)} for {logits.shape[0]} images; give one for each.")
     if len(logits) == 0:
@@ -52,7 +54,7 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:
                 f"Labels of shape {tuple(labels.shape)} do not fit {count} outputs; multi-label targets are "
                 "(batch, classes), class indices are (batch,)."
             )
-        if bool(((targets < 0) | (targets > 1)).any()):
+        if not bool(((targets >= 0) & (targets <= 1)).all()):
             raise InputError("Labels of a binary or multi-label task have to lie between 0 and 1.")
         return F.binary_cross_entropy_with_logits(logits, targets)
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.ndim != 1:

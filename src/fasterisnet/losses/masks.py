@@ -31,6 +31,9 @@ def gathered_masks(masks: Masks, images: Tensor) -> Tensor:
     else:
         if len(masks) != len(images):
             raise InputError(_COUNT.format(len(masks), len(images)))
+        odd = next((type(m).__name__ for m in masks if not isinstance(m, Tensor | None)), None)
+        if odd is not None:
+            raise InputError(f"masks is a list with a {odd}; give a tensor, or a list of tensors and None.")
         empty = next((torch.zeros_like(m) for m in masks if m is not None), None)
         if empty is None:
             return gathered_masks(None, images)
@@ -43,6 +46,26 @@ def gathered_masks(masks: Masks, images: Tensor) -> Tensor:
     return found.as_subclass(Tensor).to(images.device)
 
 
+def fitting_masks(masks: Masks, images: Tensor) -> Tensor:
+    """The masks of a batch as a method takes them: bool (sample, channel, space...), of one channel or the images'."""
+    if masks is None:
+        _warn_none()
+    found = prepare_masks(gathered_masks(masks, images), images.shape[2:])
+    if found.shape[1] > 1 and found.numel() and bool((found.sum(1) == 1).all()):
+        raise InputError(
+            f"Masks of shape {tuple(found.shape)} have every pixel in exactly one channel, as the classes of a "
+            "segmentation do; give the channel of the object alone, as in masks[:, 1:2]."
+        )
+    if found.shape[1] in (1, images.shape[1]):
+        return found
+    if not bool((found == found[:, :1]).all()):
+        raise InputError(
+            f"Masks of shape {tuple(found.shape)} do not fit images of shape {tuple(images.shape)}: they need one "
+            f"channel, or the {images.shape[1]} of the images."
+        )
+    return found[:, :1]
+
+
 def prepare_masks(masks: Tensor, size: Sequence[int]) -> Tensor:
     """Masks as bool (sample, channel, *size), whatever their dtype; resized with a warning if their size differs."""
     if masks.ndim not in (len(size) + 1, len(size) + 2):
@@ -50,6 +73,8 @@ def prepare_masks(masks: Tensor, size: Sequence[int]) -> Tensor:
             f"Masks for heatmaps of size {tuple(size)} must have {len(size) + 1} dimensions (sample, space...) or "
             f"{len(size) + 2} (sample, channel, space...), but they have shape {tuple(masks.shape)}."
         )
+    if 0 in masks.shape[-len(size) :]:
+        raise InputError(f"Masks of shape {tuple(masks.shape)} have no pixel; give None for an image without a mask.")
     masks = _binary(masks if masks.ndim == len(size) + 2 else masks.unsqueeze(1))
     if masks.shape[2:] != tuple(size):
         _warn_resized(tuple(masks.shape[2:]), tuple(size))
@@ -90,6 +115,15 @@ def _binary(masks: Tensor) -> Tensor:
             "or `masks >= 128` for 8-bit images."
         )
     return masks != 0
+
+
+@cache
+def _warn_none() -> None:
+    warnings.warn(
+        "No masks were given to a method that needs them, so nothing but the classification loss is left of it: "
+        "method.loss(model, images, labels, masks). (Shown once.)",
+        stacklevel=4,
+    )
 
 
 @cache

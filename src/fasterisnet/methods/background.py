@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fasterisnet.backgrounds import blurred, has_background, painted, palette_of, uncovered
 from fasterisnet.errors import InputError
-from fasterisnet.losses import Masks, gathered_masks, has_foreground, prepare_masks
+from fasterisnet.losses import Masks, fitting_masks, has_foreground
 from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.base import Method, Parts, Standard, register_method
 
@@ -33,7 +33,7 @@ class Background(Method):
         images = plain(images)
         if len(images) == 0:
             raise InputError("The batch has no image; leave empty batches out.")
-        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
+        mask = fitting_masks(masks, images)
         seen = self.altered(images, mask) if torch.is_grad_enabled() else images
         standard = Standard(classification=self.classification, attached_logits=self.attached_logits)
         parts = standard.loss(model, seen, labels)

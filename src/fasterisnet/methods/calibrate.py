@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fasterisnet.errors import InputError
 from fasterisnet.losses import RunningMoments
+from fasterisnet.lrp.explain import check_inputs
 from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.base import Standard, Step, zero_loss
 from fasterisnet.methods.isnet import ISNet
@@ -48,6 +49,10 @@ def calibrate(
         >>> method = Stochastic()
         >>> method.ranges = calibrate(method, model, loader)
     """
+    if not isinstance(method, ISNet):
+        raise InputError(f"{type(method).__name__} has no C1 and C2, so there is nothing to calibrate.")
+    if not isinstance(epochs, int) or epochs < 0:
+        raise InputError(f"epochs is {epochs!r}; it has to be a whole number, 0 or more.")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     model, method = copy.deepcopy(model).train(), copy.deepcopy(method)
     spread = distributed.is_available() and distributed.is_initialized()
@@ -58,8 +63,10 @@ def calibrate(
     moments: dict[str, RunningMoments] = {}
     for epoch in range(epochs + 1):
         count = 0
-        for count, batch in enumerate(loader, start=1):
-            images, labels = (plain(part).to(device) for part in _parts(batch, keys))
+        for count, batch in enumerate(_batches(loader), start=1):
+            images, labels = (part.to(device) for part in _parts(batch, keys))
+            if len(images):
+                check_inputs(model, images)
             share = _shared(method, len(images), together) if spread else 1.0
             if epoch == epochs and len(images):
                 for depth, totals in method.measure(model, images).items():
@@ -80,6 +87,12 @@ def calibrate(
     return Ranges.from_moments(_merged(moments) if spread else moments)
 
 
+def _batches(loader: Any) -> Iterable[Any]:
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise InputError(f"loader is a {type(loader).__name__}; it has to give batches (images, labels, ...).")
+    return loader
+
+
 def _parts(batch: Any, keys: tuple[str, str]) -> tuple[Tensor, Tensor]:
     """Images and labels of a batch."""
     if isinstance(batch, Mapping):
@@ -89,8 +102,18 @@ def _parts(batch: Any, keys: tuple[str, str]) -> tuple[Tensor, Tensor]:
                 f"A batch has no '{missing[0]}', only {', '.join(map(str, batch))}; name its images and labels with "
                 "keys=(images, labels)."
             )
-        return batch[keys[0]], batch[keys[1]]
-    images, labels, *_ = batch
+        found = [batch[key] for key in keys]
+    else:
+        found = list(batch[:2]) if isinstance(batch, list | tuple) else [batch]
+    images, labels = [*map(plain, found), None, None][:2]
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
+        kinds = ", ".join(type(part).__name__ for part in found)
+        raise InputError(f"A batch holds {kinds}; it has to begin with two tensors, images and labels.")
+    if images.ndim < 2 or labels.shape[:1] != images.shape[:1]:
+        raise InputError(
+            f"A batch has images of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)}; it needs a "
+            "label for each image. A data set of single samples goes into a DataLoader first."
+        )
     return images, labels
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError, NonFiniteError
-from fasterisnet.losses import Masks, classification_loss, gathered_masks, has_foreground, prepare_masks
+from fasterisnet.losses import Masks, classification_loss, fitting_masks, has_foreground
 from fasterisnet.lrp import rules
 from fasterisnet.lrp.check import first_bad_layer
 from fasterisnet.lrp.explain import check_inputs
 from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.background import Background
-from fasterisnet.methods.base import Method, Parts, zero_loss
+from fasterisnet.methods.base import HALF, Method, Parts, zero_loss
 
 PATIENCE = 10
 Terms = tuple[Tensor, Tensor, Tensor]
@@ -53,7 +53,9 @@ class Guided(Method):
         """The loss of one batch, differentiable for every parameter."""
         check_inputs(model, images)
         images, labels = plain(images), plain(labels)
-        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:])
+        if torch.is_autocast_enabled(images.device.type) and images.dtype in HALF:
+            images = images.float()  # autocast takes half images for weights of float32, this pass does not
+        mask = fitting_masks(masks, images)
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             images = images.clone() if images.is_inference() else images

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError
 from fasterisnet.losses import (
     Masks,
-    gathered_masks,
+    fitting_masks,
     has_foreground,
     intersection_over_union,
-    prepare_masks,
     segmentation_loss,
 )
 from fasterisnet.lrp.logits import plain
@@ -38,17 +37,13 @@ class MultitaskUNet(Method):
     @classmethod
     def network(cls, model: nn.Module, channels: int, size: int, **shape: Any) -> nn.Module:
         """The model, if it draws masks."""
-        if not isinstance(model, Multitasking):
-            raise InputError(
-                f"The method {cls.name} trains a network that draws masks, which a {type(model).__name__} does not; "
-                f"leave the model out, or take one of multitask_unet and multitask_unet_small."
-            )
+        _checked(model)
         return model
 
     def loss(self, model: nn.Module, images: Tensor, labels: Tensor, masks: Masks = None) -> Parts:
         """`P L_S + (1-P) L_C`."""
         images, labels = plain(images), plain(labels)
-        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1, keepdim=True)
+        mask = fitting_masks(masks, images).any(1, keepdim=True)
         include = has_foreground(mask)
         logits, drawn = self.outputs(model, images)
         classification = self.classify(logits, labels)
@@ -62,8 +57,7 @@ class MultitaskUNet(Method):
 
     def outputs(self, model: nn.Module, images: Tensor) -> Any:
         """Logits and masks."""
-        assert isinstance(model, Multitasking)
-        return model.both(images)
+        return _checked(model).both(images)
 
     def combine(self, classification: Any, heatmap: Any) -> Any:
         """`P L_S + (1-P) L_C`."""
@@ -75,3 +69,12 @@ class MultitaskUNet(Method):
 
     def epoch_ends(self, model: nn.Module, row: Mapping[str, float]) -> str:
         return f"IoU {row['val_iou']:.3f}"
+
+
+def _checked(model: nn.Module) -> Multitasking:
+    if not isinstance(model, Multitasking):
+        raise InputError(
+            f"The method {MultitaskUNet.name} trains a network that draws masks, which a {type(model).__name__} does "
+            "not; leave the model out, or take one of multitask_unet and multitask_unet_small."
+        )
+    return model

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from fasterisnet.errors import InputError
 from fasterisnet.losses import (
     Masks,
-    gathered_masks,
+    fitting_masks,
     has_foreground,
     intersection_over_union,
-    prepare_masks,
     segmentation_loss,
 )
 from fasterisnet.lrp.logits import logits_in, plain
@@ -107,7 +106,7 @@ class UNetClassifier(Method):
         """L_S of the U-Net in the first stage, where samples without a mask are left out, then L_C."""
         network = _checked(model)
         images, labels = plain(images), plain(labels)
-        mask = prepare_masks(gathered_masks(masks, images), images.shape[2:]).any(1, keepdim=True)
+        mask = fitting_masks(masks, images).any(1, keepdim=True)
         include = has_foreground(mask)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.segmenting):
             drawn = network.segmenter(images)

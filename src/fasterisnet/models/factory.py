@@ -302,7 +302,7 @@ def _needed(module: str) -> ModuleType:
 def _nearest(name: str) -> str:
     library, bare = _parts(name)
     known = {"torchvision": _torchvision_names, "timm": _timm_names}
-    names = known[library]() if library in known else [*OWN, *_torchvision_names(), *_timm_names()]
+    names = known[library]() if library in known else sorted({*OWN, *_torchvision_names(), *_timm_names()})
     close = difflib.get_close_matches(bare, names, n=4)
     hint = f" Near it: {', '.join(close)}." if close else ""
     return f"{hint} Names are those of torchvision, of timm, {', '.join(OWN)}, or 'package.module:function'."

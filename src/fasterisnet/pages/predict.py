@@ -7,10 +7,15 @@ import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
 for path in sys.argv[2:]:
-    image = ImageOps.exif_transpose(Image.open(path))
+    try:
+        image = ImageOps.exif_transpose(Image.open(path))
+    except OSError as error:
+        sys.exit(f"{path} cannot be read: {error}")
     if image.mode[0] in "IF":
         sys.exit(f"{path} has more than 8 bits; make it 8 bits with the window of the training first")
     image = ImageOps.equalize(image.convert("RGB")) if about["equalise"] else image.convert("RGB")

@@ -9,6 +9,7 @@ import torch
 
 from fasterisnet.data.pictures import is_image_name, readable, stem_of
 from fasterisnet.data.reader import Reader
+from fasterisnet.data.sources import read_window
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_figure
 from fasterisnet.lrp.explain import explain
@@ -26,13 +27,19 @@ def explain_files(
     target: str | None = None,
     masks: str | Path | None = None,
     rule: str = "epsilon",
+    window: str | None = None,
     trust: bool = False,
     device: torch.device | None = None,
 ) -> list[Path]:
     """One picture for each image: the image, then the heatmap of every run for the target or its own decision.
 
     images: files, and folders of them. masks: a folder of masks with the same names, or with the same folders in it.
+    window: what of files with more than 8 bits is black and white, if not what the run was trained with.
     """
+    try:
+        seen = None if window is None else read_window(window)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"window is '{window}'; it has to be low,high with low below high, or auto.") from error
     found = _found(images)
     paths = [path for path, _ in found]
     places = _places(paths, Path(out), Path(masks) if masks is not None else None)
@@ -46,7 +53,7 @@ def explain_files(
         mask = _mask_of(path, masks, below, reader)
         maps, texts, shown = {}, [], None
         for name, model, card in networks:
-            picture = Reader(window=card.prepare.window).image(path)
+            picture = Reader(window=seen or card.prepare.window).image(path)
             if mask is not None and mask.shape[1:] != picture.shape[1:]:
                 sizes = [f"{found.shape[2]} x {found.shape[1]}" for found in (mask, picture)]
                 raise InputError(f"{readable(path)} is {sizes[1]}, but its mask {sizes[0]}; make it in the same size.")

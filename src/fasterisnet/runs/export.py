@@ -26,7 +26,8 @@ def export_run(
 ) -> list[Path]:
     """Writes the network, its card and, for ONNX, a short program that uses it; returns where they are.
 
-    audit: a folder or file of `fasterisnet audit`, whose verdict the card repeats; by default that in the run folder.
+    audit: a folder or file of `fasterisnet audit`, whose verdict on these weights the card repeats; by default that in
+    the run folder.
     """
     out = Path(out)
     _check_place(out)
@@ -46,12 +47,10 @@ def export_run(
 def described(run: Run, card: Card) -> dict[str, str]:
     """What has to be known to use the network, each as JSON: classes, input, and which weights these are."""
     prepare = {k: v for k, v in card.preparation.items() if k != "augmentation"}
-    with run.path("best.safetensors").open("rb") as file:
-        checksum = hashlib.file_digest(file, "sha256").hexdigest()
     facts = {
         "classes": card.classes, "multi_label": card.multi_label, "equalise": False, "fit": "stretch", "mean": [],
         "std": [], **prepare, "model": card.model, "method": card.method, "epoch": card.epoch,
-        "weights_sha256": checksum,
+        "weights_sha256": run.checksum(),
     }  # fmt: skip
     return {key: json.dumps(value) for key, value in facts.items()}
 
@@ -79,10 +78,23 @@ def _audited(run: Run, audit: str | Path | None) -> dict[str, Any] | None:
         return None
     try:
         found = read_json(there)
-        {key: found[key] for key in ("sentence", "data", "split", "images")}
-        return {**found, "mine": found["models"][0]["name"], "reasons": list(map(str, found["reasons"]))}
+        {key: found[key] for key in ("data", "split", "images")}
+        mine = [model for model in found["models"] if _is_of(model, run)]
+        if mine:
+            told = {**found, **mine[0]}
+            return {**told, "mine": mine[0]["name"], "sentence": told["sentence"], "reasons": list(told["reasons"])}
+        names = ", ".join(str(model["name"]) for model in found["models"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise InputError(f"{there} is not the result of an audit ({error}); audit again, or move it away.") from error
+    if audit is not None:
+        raise UsageError(f"{there} is about {names}, not about these weights of {run.folder}; audit them first.")
+    return None
+
+
+def _is_of(model: dict[str, Any], run: Run) -> bool:
+    """Whether an audited classifier has the weights of a run; audits of older versions know its name alone."""
+    told = model.get("weights_sha256")
+    return told == run.checksum() if told else model["name"] == run.folder.resolve().name
 
 
 def _card(

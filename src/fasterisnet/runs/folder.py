@@ -102,11 +102,13 @@ class Run:
     def _check_bytes(self, name: str) -> None:
         """Weights with a checksum beside them have to have it."""
         known = self._beside(name)
-        if "sha256" in known:
-            with self.path(f"{name}.safetensors").open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found not in (known["sha256"], known.get("sha256_before")):
-                raise ValueError(f"its bytes have changed since it was written: {name}.json has another checksum")
+        if "sha256" in known and self.checksum(name) not in (known["sha256"], known.get("sha256_before")):
+            raise ValueError(f"its bytes have changed since it was written: {name}.json has another checksum")
+
+    def checksum(self, name: str = "best") -> str:
+        """SHA-256 of weights: what tells them from those of other runs and epochs."""
+        with self.path(f"{name}.safetensors").open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def load_model(self, name: str = "best", *, trust: bool = False) -> tuple[nn.Module, Card]:
         """The trained network, a plain module in eval mode, and its card. trust: the user's word, for code it names."""

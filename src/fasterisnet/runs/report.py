@@ -210,7 +210,7 @@ def background_line(run: Run, say: Callable[[str], None]) -> list[str]:
     """Says, at the end and in the report, when the background loss has not fallen, and what to try then."""
     config = run.config
     losses = [float(row["train_background"]) for row in run.rows]
-    if not method_class(config.method).needs_ranges or not losses:
+    if not method_class(config.method).needs_ranges or len(losses) < 2:
         return []
     first, last = losses[0], min(losses[-1], losses[0])
     if last <= max(FALLEN * first, NEARLY_NOTHING):

@@ -4,6 +4,8 @@ TensorBoard's files.
 
 from __future__ import annotations
 
+import errno
+import os
 import textwrap
 import time
 from collections.abc import Callable
@@ -40,11 +42,22 @@ class Watcher:
         """How far anything else is: the calibration, or a split that is validated or tested on."""
 
 
+class Output(Console):
+    """Where lines go; a reader that has gone (`train ... | head`) ends the run with a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process without one."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
+
+
 class Terminal(Watcher):
     """Shows a run: in a terminal what is going on now, in a last line that changes; in a file a line every minute."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console or Console()
+        self.console = console or Output()
         self.clock = clock
         self.now: tuple[str, int, int, str] | None = None
         self.live: Live | None = None

@@ -32,8 +32,8 @@ class Splits:
         watched = {name: self.source.split(name) for name in config.watch}
         if config.on_bad_image == "skip":
             training, validation = self._readable(training), self._readable(validation)
-            check_classes_of(training, self.source, "readable image")
             watched = {name: readable_part(samples, config.workers)[0] for name, samples in watched.items()}
+        check_classes_of(training, self.source, "image that is left to learn from")
         if config.mask_share < 1:
             training = FewerMasks(training, config.mask_share, random_stream(config.seed, MASKS))
         self.training_samples = len(training)
@@ -103,7 +103,7 @@ def examine_data(config: Config, say: Callable[[str], None]) -> check.Report:
 
 def _check_masks(config: Config, report: check.Report, say: Callable[[str], None]) -> None:
     usable, images = report.masks.get("train", 0), report.splits.get("train", 0)
-    rows = [row for kind in ("no mask", "empty") if (row := report.found(kind))]
+    rows = [row for kind in ("no mask", "empty", "full") if (row := report.found(kind))]
     example = f" One of them ({rows[0].problem}): {rows[0].examples[0]}." if rows else ""
     advice = f"{example} Give masks, or train with --method standard; {_listing(config)} says more."
     if not usable:

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fasterisnet.data.base import Samples, Source
 from fasterisnet.data.loader import check_workers
 from fasterisnet.data.pictures import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
+from fasterisnet.evaluation.attention import are_chances
 from fasterisnet.evaluation.causal import MODEL_ERRORS
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.methods import Method, method_class, options_of
 from fasterisnet.runs.config import Config, paper_weight
 from fasterisnet.runs.inputs import preparation_of
 from fasterisnet.runs.values import AUTO
-
-ROUNDING = 1e-4  # of a sum of probabilities
 
 
 def method_options(config: Config) -> dict[str, Any]:
@@ -169,7 +168,7 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
         shape = tuple(logits.shape)
         raise UsageError(f"The model {config.model} has outputs of shape {shape}; it has to be (batch, {classes}).")
     with torch.no_grad():
-        if classes > 1 and _are_chances(logits) and _are_chances(logits_in(model(images + 0.5))):
+        if classes > 1 and are_chances(logits) and are_chances(logits_in(model(images + 0.5))):
             raise UsageError(f"The model {config.model} ends with a softmax; the loss needs logits, so leave it out.")
     model.train()
     try:
@@ -181,14 +180,9 @@ def check_model(config: Config, model: nn.Module, classes: int) -> None:
         ) from error
 
 
-def _are_chances(outputs: Tensor) -> bool:
-    """Whether outputs are probabilities of classes rather than logits."""
-    return bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < ROUNDING).all())
-
-
 def check_method(config: Config, method: Method, model: nn.Module, source: Source) -> list[str]:
     """What the first step after the calibration would find out; returns what the method has to say."""
-    if source.multi_label and not method.multi_label:
+    if source.multi_label and len(source.classes) > 1 and not method.multi_label:
         raise UsageError(f"{config.method} explains softmax probabilities, which several labels at once do not have.")
     known = dict(model.named_modules())
     for name in config.deep_supervision if isinstance(config.deep_supervision, list) else []:
