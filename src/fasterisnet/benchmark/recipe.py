@@ -88,7 +88,6 @@ class Recipe:
             options["teacher"] = str(out.parent / f"{options['teacher']}-seed{seed}")
         folder, given = parts_of(data) if data else ("", {})
         query = urlencode({**options.pop("data_options", {}), **given})
-        folder = folder.removeprefix(f"{self.data}:")
         place = f"{self.data}:{folder}" if folder else self.data
         options["data"] = place + ("?" + query if query else "")
         return Config.of({**options, "seed": seed, "out": str(out), **changes})
