@@ -88,7 +88,8 @@ def tune(
 ) -> Tuned:
     """Searches P, d and the rate around the options of a run; goes on where it was stopped.
 
-    whole_grid: every candidate is trained to the end, none given up. Leaves `tuned.yaml` (for `train --config`), `tune.json`, `table.md` and `trade-off.png` in `config.out`.
+    whole_grid: every candidate is trained to the end, none given up.
+    Leaves `tuned.yaml` (for `train --config`), `tune.json`, `table.md` and `trade-off.png` in `config.out`.
     """
     missing = {"heatmap_weight", "decay"} - set(options_of(method_class(config.method)))
     if missing:
