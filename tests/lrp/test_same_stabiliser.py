@@ -57,6 +57,8 @@ PAIRS: dict[str, tuple[Forward, Forward]] = {
     "gelu": (between(lambda m, t: F.gelu(t)), between(lambda m, t: t * torch.special.ndtr(t))),
     "mish": (between(lambda m, t: F.mish(t)), between(lambda m, t: t * torch.tanh(F.softplus(t)))),
     "relu": (between(lambda m, t: torch.relu(t)), between(lambda m, t: t - t.clamp(max=0))),
+    "relu, no leak": (between(lambda m, t: torch.relu(t)), between(lambda m, t: F.leaky_relu(t, 0.0))),
+    "relu, no bound": (between(lambda m, t: torch.relu(t)), between(lambda m, t: F.hardtanh(t, 0.0, math.inf))),
     "batch norm": (between(lambda m, t: torch.relu(m.bn(t))), between(batch_norm_by_hand)),
     "batch norm, divided": (between(lambda m, t: torch.relu(m.bn(t))), between(batch_norm_by_division)),
     "nearest": (
@@ -75,6 +77,9 @@ PAIRS: dict[str, tuple[Forward, Forward]] = {
         lambda m, x: m.fc(torch.relu(m.conv(x)).mean((2, 3))),
         lambda m, x: m.fc(torch.einsum("nchw->nc", torch.relu(m.conv(x))) * (1 / math.prod(x.shape[2:]))),
     ),
+    "mean of means": (between(lambda m, t: t), lambda m, x: m.fc(m.conv(x).mean(-1).mean(-1))),
+    "sum of sums / n": (between(lambda m, t: t), lambda m, x: m.fc(m.conv(x).sum(3).sum(2) / math.prod(x.shape[2:]))),
+    "logits and nothing": (between(lambda m, t: t), lambda m, x: m.fc(m.conv(x).mean((2, 3))) + 0),
     "queries scaled": (SCORES, attention(lambda q, k, v: torch.softmax((q * ROOT) @ k.mT, -1) @ v)),
     "both scaled": (
         SCORES,

@@ -93,6 +93,10 @@ def _in_place(node: Node, found: Note | None) -> Activation | None:
 def _rectifies(node: Node, what: str) -> bool:
     if what == "Threshold":
         return node._saved_threshold == 0 and operand(node, 2) == 0
+    if what == "Hardtanh":
+        return node._saved_min_val == 0 and node._saved_max_val == math.inf
+    if what == "LeakyRelu":
+        return node._saved_negative_slope == 0
     upper = getattr(node, "_saved_max", None) if what == "Clamp" else None
     return what in ("Clamp", "ClampMin") and upper is None and _all_zero(node._saved_min)
 

@@ -148,6 +148,7 @@ def linear_gamma(gamma: float) -> Rule:
         if found is not None:
             of(at, found)
         else:
+            at.ends_start = at.ends_start and not adds_nothing(at)
             constant = at.kind in SUMS and sum(at.active) == 1 and not adds_nothing(at)
             if constant and of_parts(at, at.edge(at.active.index(True))):
                 at.warn("adds a constant to parts of layers; gamma takes it for a step of its own.")

@@ -113,6 +113,7 @@ def _one_unit(at: Step, unit: Unit, inside: Sequence[Edge]) -> None:
 def sum_zplus(at: Step) -> None:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`, likewise R_2; a constant takes part in z and gets nothing."""
     if adds_nothing(at):
+        at.ends_start = False
         at.pass_on()
         return
     values = [_as_tensor(operand(at.node, i), at, constant=not at.is_active(i)) for i in range(2)]
@@ -200,20 +201,34 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 
 
 def pool_zplus(at: Step) -> None:
-    """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`."""
+    """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`. Sums of sums are one sum."""
     before, after = shape(at.edge(0)), shape((at.node, 0))
     if before == after if at.kind in RESIZING else at.kind in WHOLE and math.prod(before) == math.prod(after):
+        at.ends_start = False
         at.pass_on()  # every sum has one number
         return
-    known = None if at.note is None else at.note.tensors
-    xs = [wide(known[i] if known else operand(at.node, i, "self")) if on else None for i, on in enumerate(at.active)]
-    positive = [None if x is None else x.clamp(min=0) for x in xs]
-    s = at.over(at.forward(positive), lambda: at.forward(xs))
-    for position, back in enumerate(at.ordinary({0: s})):
-        if back is not None and at.active[position]:
-            x = xs[position]
-            assert x is not None
-            at.share(position, back * (x > 0), x)
+    pools = [at]
+    while at.kind in WHOLE and kind(pools[-1].edge(0)[0]) in WHOLE and not at.walk.wants(pools[-1].edge(0)):
+        pools.append(Step(at.walk, pools[-1].edge(0)[0], at.flow))
+    last = pools[-1]
+    known = None if last.note is None else last.note.tensors
+    xs = [
+        wide(known[i] if known else operand(last.node, i, "self")) if on else None for i, on in enumerate(last.active)
+    ]
+
+    def pooled(values: Sequence[Tensor | None]) -> Tensor:
+        found = last.forward(values)
+        for pool in pools[-2::-1]:
+            found = pool.forward([found])
+        return found
+
+    s = at.over(pooled([None if x is None else x.clamp(min=0) for x in xs]), lambda: pooled(xs))
+    back: Sequence[Tensor | None] = [s]
+    for pool in pools:
+        back = pool.ordinary({0: back[0]})  # type: ignore[dict-item]
+    for position, (t, x) in enumerate(zip(back, xs, strict=False)):
+        if t is not None and x is not None:
+            at.share(last.edge(position), t * (x > 0), x)
 
 
 def activation_zplus(at: Step) -> None:
