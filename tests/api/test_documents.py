@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 
 import fasterisnet
 from api.test_import_directions import LEVELS
+from fasterisnet.cli import parser
+from fasterisnet.cli.options import given_options
+from fasterisnet.runs.config import Config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "bars")
@@ -65,6 +69,29 @@ def _is_there(name: str) -> bool:
         except (ImportError, AttributeError):
             at = getattr(at, word, None)
     return at is not None
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """What documents tell people to type: their name, and the words of each command."""
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"^(?:\$ )?(fasterisnet .*)$|`(fasterisnet [^`]+ --[^`]+)`", text, re.MULTILINE):
+            command = "".join(line)
+            if not re.search(r"\$[A-Z]|\.\.\.|\||SETTINGS", command):
+                found.append((path.name, shlex.split(command, comments=True)[1:]))
+    return found
+
+
+def test_commands_in_documents_are_commands() -> None:
+    """Every option that is shown exists, and those of a run may have the value that is shown."""
+    found = commands()
+    assert len(found) > 30
+    for name, words in found:
+        options, unknown = parser().parse_known_args(words)
+        assert unknown == [], (name, words)
+        if "NAME" not in words:
+            Config.read(None, {"data": "DIR", **given_options(options)})
 
 
 def test_readme_names_every_example() -> None:
