@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import importlib.util
 import json
 import platform
@@ -167,9 +168,8 @@ def timm_models() -> Iterator[Case]:
 
 def huggingface_models() -> Iterator[Case]:
     """Two layers of each kind of network, 64 pixels where the configuration says how many."""
-    from transformers.models.auto import modeling_auto
-
-    known: Any = modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    known = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
     def build(configuration: Any) -> nn.Module:
         made = configuration(num_labels=CLASSES)
@@ -187,7 +187,7 @@ def huggingface_models() -> Iterator[Case]:
 
 
 def monai_models() -> Iterator[Case]:
-    from monai.networks import nets
+    nets = importlib.import_module("monai.networks.nets")
 
     def vit(dimensions: int) -> nn.Module:
         size = {"img_size": [32] * dimensions, "patch_size": [8] * dimensions, "spatial_dims": dimensions}
