@@ -79,19 +79,6 @@ class Lin(Step):
         (x,) = xs
         return [(G.flatten(1) @ self.matrix(x)[0]).view_as(x)]
 
-    def gamma(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
-        if not self.weighted:
-            return self.epsilon(xs, y, G, eps)
-        return self.gamma_of(xs, G * y, eps)
-
-    def gamma_of(self, xs: list[Tensor], R: Tensor | None, eps: float, G: Tensor | None = None) -> list[Tensor]:
-        (x,) = xs
-        matrix, bias = self.matrix(x)
-        raised, raised_bias = matrix + GAMMA * matrix.clamp(min=0), bias + GAMMA * bias.clamp(min=0)
-        z = x.flatten(1) @ raised.T + raised_bias
-        s = G.flatten(1) if R is None else R.flatten(1) / stabilised(z, eps)
-        return [(s @ raised).view_as(x)]
-
     def zplus(self, xs: list[Tensor], y: Tensor, R: Tensor, eps: float) -> list[Tensor]:
         return [dense_zplus(xs[0], *self.matrix(xs[0]), R, eps)]
 
@@ -140,6 +127,9 @@ class Scale(Step):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
 
+    def affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_full((), self.factor), x.new_zeros(())
+
     def epsilon(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
         return [G * self.factor]
 
@@ -176,18 +166,10 @@ class Norm(Step):
         if self.module.weight is not None:
             scale = self.module.weight * scale
         bias = 0 if self.module.bias is None else self.module.bias
-        return scale, (bias - mean * scale).detach()
+        return along(scale, x), along(bias - mean * scale, x)
 
     def epsilon(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
-        return [G * along(self.affine(xs[0])[0], xs[0])]
-
-    def zplus(self, xs: list[Tensor], y: Tensor, R: Tensor, eps: float) -> list[Tensor]:
-        part = (xs[0] * along(self.affine(xs[0])[0], xs[0])).clamp(min=0)
-        return [part * R / (self.z(xs, y) + eps)]
-
-    def z(self, xs: list[Tensor], y: Tensor) -> Tensor:
-        scale, shift = (along(t, xs[0]) for t in self.affine(xs[0]))
-        return (xs[0] * scale).clamp(min=0) + shift.clamp(min=0)
+        return [G * self.affine(xs[0])[0]]
 
 
 class Normalise(Step):
@@ -320,12 +302,11 @@ class Offset(Step):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.offset
 
+    def affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_ones(()), self.offset
+
     def epsilon(self, xs: list[Tensor], y: Tensor, G: Tensor, eps: float) -> list[Tensor]:
         return [G]
-
-    def zplus(self, xs: list[Tensor], y: Tensor, R: Tensor, eps: float) -> list[Tensor]:
-        x = xs[0].clamp(min=0)
-        return [x * R / (x + self.offset.detach().clamp(min=0) + eps)]
 
 
 class Cat(Step):
@@ -389,6 +370,9 @@ class Softmax(Step):
         return [(G.unsqueeze(-2) @ jacobian).squeeze(-2)]
 
 
+CONSTANTS = (Scale, Norm, Offset)
+
+
 # --- formulas -------------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +396,20 @@ def dense_zplus(x: Tensor, matrix: Tensor, bias: Tensor, R: Tensor, eps: float) 
     s = R.flatten(1) / (positive_z(flat, matrix, bias) + eps)
     plus, minus = matrix.clamp(min=0), matrix.clamp(max=0)
     return (flat.clamp(min=0) * (s @ plus) + flat.clamp(max=0) * (s @ minus)).view_as(x)
+
+
+def diagonal_z(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """`(scale x)+`, and z with the shift: constants as a layer with one weight a number."""
+    part = (x * scale).clamp(min=0)
+    return part, part + shift.detach().clamp(min=0)
+
+
+def dense_gamma(x: Tensor, matrix: Tensor, bias: Tensor, G: Tensor, y: Tensor | None, eps: float) -> Tensor:
+    """`G_x = (W + gamma W+)^T s`, `s = G y/z` with those weights; without y: the score itself, `s = G`."""
+    raised, raised_bias = matrix + GAMMA * matrix.clamp(min=0), bias + GAMMA * bias.clamp(min=0)
+    z = x.flatten(1) @ raised.T + raised_bias
+    s = G.flatten(1) if y is None else (G * y).flatten(1) / stabilised(z, eps)
+    return (s @ raised).view_as(x)
 
 
 def dense_zb(x: Tensor, low: Tensor, high: Tensor, matrix: Tensor, bias: Tensor, R: Tensor, eps: float) -> Tensor:
@@ -529,26 +527,32 @@ class Oracle:
             return
         value = self.values[self.output]
         xs = [self.values[i].y for i in value.inputs]
-        unit = self._unit(self.output)
-        if unit is not None and unit[1] is not None and isinstance(value.step, Norm):
-            matrix, bias, source = self._fused(*unit)
+        layer, steps = self._at(self.output)
+        if layer is not None:
+            matrix, bias, source = self._fused(*layer)
             z = positive_z(source.flatten(1), matrix, bias).view_as(value.y)
         else:
-            z = value.step.z(xs, value.y)
+            z = value.step.z(xs, value.y) if steps is None else diagonal_z(*steps)[1]
         self.flow[self.output] = z * G
 
     def _send(self, i: int, flow: Tensor) -> None:
         value = self.values[i]
         step, xs = value.step, [self.values[j].y for j in value.inputs]
-        unit = self._unit(i)
-        if self.rule == "zplus" and isinstance(step, Norm) and unit is not None:
-            matrix, bias, source = self._fused(*unit)
-            self._add(self.values[unit[0]].inputs[0], dense_zplus(source, matrix, bias, flow, self.eps))
+        layer, steps = self._at(i) if self.rule in ("zplus", "gamma") else (None, None)
+        if layer is not None:
+            matrix, bias, source = self._fused(*layer)
+            if self.rule == "zplus":
+                share = dense_zplus(source, matrix, bias, flow, self.eps)
+            else:
+                y = None if i == self.output else value.y
+                share = dense_gamma(source, matrix, bias, flow, y, self.eps)
+            self._add(self.values[layer[0]].inputs[0], share)
             return
-        if self.rule == "gamma" and i == self.output and isinstance(step, Lin) and step.weighted:
-            shares = step.gamma_of(xs, None, self.eps, flow)
-        else:
-            shares = getattr(step, self.rule)(xs, value.y, flow, self.eps)
+        if steps is not None and self.rule == "zplus":
+            part, z = diagonal_z(*steps)
+            self._add(self._bottom, part * flow / (z + self.eps))
+            return
+        shares = getattr(step, self.rule)(xs, value.y, flow, self.eps)
         for j, share in zip(value.inputs, shares, strict=True):
             self._add(j, share)
 
@@ -556,24 +560,56 @@ class Oracle:
         flow = self.flow[i]
         self.flow[i] = share if flow is None else flow + share
 
-    def _unit(self, i: int) -> tuple[int, int | None] | None:
-        """The linear step, and the batch norm behind it, that value i is the output of."""
-        step, inputs = self.values[i].step, self.values[i].inputs
-        if isinstance(step, Lin) and step.weighted:
-            return i, None
-        if isinstance(step, Norm):
-            before = self.values[inputs[0]].step
-            return (inputs[0], i) if isinstance(before, Lin) and before.weighted else None
-        return None
+    def _at(self, i: int) -> tuple[tuple[int, list[int]] | None, tuple[Tensor, Tensor, Tensor] | None]:
+        """What value i is the output of: a layer with constants behind it, or constants alone; neither of a number."""
+        step = self.values[i].step
+        number = isinstance(step, Scale)
+        layer = self._unit(i)
+        steps = self._constants(i) if layer is None and not (number and step.factor < 0) else None
+        return None if number else layer, steps
 
-    def _fused(self, linear: int, norm: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _unit(self, i: int) -> tuple[int, list[int]] | None:
+        """The linear step, and the constants behind it that are one with it, that value i is the output of.
+
+        A constant added to a layer that has a bias is a step of its own, unless a scale follows.
+        """
+        behind = []
+        while isinstance(self.values[i].step, CONSTANTS):
+            behind.insert(0, i)
+            i = self.values[i].inputs[0]
+        step = self.values[i].step
+        if not (isinstance(step, Lin) and step.weighted):
+            return None
+        has_bias = getattr(step.function, "bias", None) is not None
+        for j in behind:
+            after = self.values[j].step
+            if isinstance(after, Offset) and has_bias and any(n > 1 for n in after.offset.shape[1:]):
+                return None
+            has_bias = has_bias or not isinstance(after, Scale)
+        scaled = any(not isinstance(self.values[j].step, Offset) for j in behind)
+        doubtful = bool(behind) and not scaled and getattr(step.function, "bias", None) is not None
+        return None if doubtful else (i, behind)
+
+    def _constants(self, i: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """x, scale and shift of the constants that value i is the output of, down to the first that is added."""
+        step = self.values[i].step
+        if not isinstance(step, CONSTANTS):
+            return None
+        below = self.values[i].inputs[0]
+        before = self._constants(below) if self._unit(below) is None else None
+        scale, shift = step.affine(self.values[below].y)
+        if before is not None:
+            return before[0], before[1] * scale, before[2] * scale + shift
+        self._bottom = below
+        return None if isinstance(step, Scale) else (self.values[below].y, scale, shift)
+
+    def _fused(self, linear: int, behind: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         value = self.values[linear]
         source = self.values[value.inputs[0]].y
         matrix, bias = value.step.matrix(source)
-        if norm is not None:
-            scale, shift = self.values[norm].step.affine(value.y)
-            each = value.y[0].numel() // scale.numel()
-            scale, shift = scale.repeat_interleave(each), shift.repeat_interleave(each)
+        for i in behind:
+            scale, shift = self.values[i].step.affine(self.values[self.values[i].inputs[0]].y)
+            scale, shift = (t.expand(value.y.shape[1:]).flatten() for t in (scale, shift))
             matrix, bias = matrix * scale.unsqueeze(1), bias * scale + shift
         return matrix, bias, source
 

@@ -47,6 +47,52 @@ def batch_norm_by_division(m: Any, t: Tensor) -> Tensor:
     return torch.relu(m.bn.weight * t + m.bn.bias).permute(0, 3, 1, 2)
 
 
+def scale_and_shift(m: Any) -> tuple[Tensor, Tensor]:
+    scale = m.bn.weight * torch.rsqrt(m.bn.running_var + m.bn.eps)
+    return scale, m.bn.bias - m.bn.running_mean * scale
+
+
+def batch_norm_folded(m: Any, x: Tensor) -> Tensor:
+    scale, shift = scale_and_shift(m)
+    return F.conv2d(x, m.conv.weight * scale.view(-1, 1, 1, 1), m.conv.bias * scale + shift, padding=1)
+
+
+def batch_norm_by_addcmul(m: Any, t: Tensor) -> Tensor:
+    scale, shift = map(by_channel, scale_and_shift(m))
+    return torch.addcmul(shift, t, scale)
+
+
+def layer_scaled(m: Any, x: Tensor) -> Tensor:
+    return m.conv(x) * by_channel(m.bn.weight)
+
+
+def layer_scale_folded(m: Any, x: Tensor) -> Tensor:
+    return F.conv2d(x, m.conv.weight * m.bn.weight.view(-1, 1, 1, 1), m.conv.bias * m.bn.weight, padding=1)
+
+
+def head(make: Forward) -> Forward:
+    return lambda m, x: m.fc(torch.relu(make(m, x)).mean((2, 3)))
+
+
+def residual(make: Forward) -> Forward:
+    """Without an activation behind it: what is scaled is added to something else."""
+    return lambda m, x: m.fc((make(m, x) + torch.relu(m.conv(x))).mean((2, 3)))
+
+
+def apart(norm: Callable[[Any, Tensor], Tensor]) -> Step:
+    """A norm without constants, and constants behind it."""
+    return lambda m, t: torch.relu(norm(m, t) * by_channel(m.bn.weight) + by_channel(m.bn.bias))
+
+
+def over_channels(m: Any, t: Tensor, *constants: Tensor) -> Tensor:
+    return F.layer_norm(t.movedim(1, -1), (WIDTH,), *constants).movedim(-1, 1)
+
+
+def layer_norm_in_its_place(m: Any, t: Tensor) -> Tensor:
+    normed = F.layer_norm(t.movedim(1, -1), (WIDTH,)) * m.bn.weight + m.bn.bias
+    return torch.relu(normed.movedim(-1, 1))
+
+
 ROOT = WIDTH**-0.5
 SCORES = attention(lambda q, k, v: torch.softmax(q @ k.mT * ROOT, -1) @ v)
 PAIRS: dict[str, tuple[Forward, Forward]] = {
@@ -61,6 +107,45 @@ PAIRS: dict[str, tuple[Forward, Forward]] = {
     "relu, no bound": (between(lambda m, t: torch.relu(t)), between(lambda m, t: F.hardtanh(t, 0.0, math.inf))),
     "batch norm": (between(lambda m, t: torch.relu(m.bn(t))), between(batch_norm_by_hand)),
     "batch norm, divided": (between(lambda m, t: torch.relu(m.bn(t))), between(batch_norm_by_division)),
+    "batch norm, folded": (head(lambda m, x: m.bn(m.conv(x))), head(batch_norm_folded)),
+    "batch norm, addcmul": (
+        head(lambda m, x: m.bn(m.conv(x))),
+        head(lambda m, x: batch_norm_by_addcmul(m, m.conv(x))),
+    ),
+    "layer scale, folded": (head(layer_scaled), head(layer_scale_folded)),
+    "layer scale in a residual, folded": (residual(layer_scaled), residual(layer_scale_folded)),
+    "batch norm behind relu": (
+        between(lambda m, t: torch.relu(m.bn(torch.relu(t)))),
+        between(lambda m, t: batch_norm_by_hand(m, torch.relu(t))),
+    ),
+    "two batch norms": (
+        between(lambda m, t: torch.relu(m.bn(m.bn(torch.relu(t))))),
+        between(lambda m, t: batch_norm_by_hand(m, m.bn(torch.relu(t)))),
+    ),
+    "two constants": (
+        between(lambda m, t: torch.relu(torch.relu(t) + by_channel(m.bn.bias) + by_channel(m.bn.weight))),
+        between(lambda m, t: torch.relu(torch.relu(t) + by_channel(m.bn.bias + m.bn.weight))),
+    ),
+    "group norm, constants apart": (
+        between(lambda m, t: torch.relu(F.group_norm(t, 2, m.bn.weight, m.bn.bias))),
+        between(apart(lambda m, t: F.group_norm(t, 2))),
+    ),
+    "layer norm, constants apart": (
+        between(lambda m, t: torch.relu(over_channels(m, t, m.bn.weight, m.bn.bias))),
+        between(layer_norm_in_its_place),
+    ),
+    "nothing less": (
+        between(lambda m, t: torch.tanh(-t)),
+        between(lambda m, t: torch.tanh(0 - t)),
+    ),
+    "fold": (
+        head(lambda m, x: m.conv(x)),
+        head(
+            lambda m, x: F.fold(
+                m.conv.weight.flatten(1) @ F.unfold(x, 3, padding=1) + m.conv.bias[:, None], x.shape[2:], 1
+            )
+        ),
+    ),
     "nearest": (
         between(lambda m, t: F.interpolate(torch.relu(t), scale_factor=2)),
         between(lambda m, t: torch.relu(t).repeat_interleave(2, 2).repeat_interleave(2, 3)),
@@ -105,6 +190,8 @@ def test_spellings(name: str, rule: str) -> None:
     assert_alike(*twins(PAIRS[name], **parts()), pictures(2, 3, 4, 4), rule=rule, what=name)
 
 
-@pytest.mark.parametrize("name", ["silu", "mish", "relu", "batch norm", "batch norm, divided"])
+@pytest.mark.parametrize(
+    "name", ["silu", "mish", "relu", *[n for n in PAIRS if n.startswith(("batch norm", "layer scale"))]]
+)
 def test_spellings_behind_the_first_layer(name: str) -> None:
     assert_alike(*twins(PAIRS[name], **parts()), pictures(2, 3, 4, 4).sigmoid(), box=(0, 1), what=name)

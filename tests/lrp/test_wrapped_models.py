@@ -124,8 +124,8 @@ def test_compiled_parts_are_right_or_loud(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("kind", "rule"),  # freezing folds batch norms into their layers, which is another network to gamma
-    [(k, r) for k in ("trace", "script", "freeze") for r in RULES if (k, r) != ("freeze", "gamma")],
+    ("kind", "rule"),
+    [(k, r) for k in ("trace", "script", "freeze") for r in RULES],
 )
 def test_torchscript(kind: str, rule: str) -> None:
     """Also after the profiling runs, when TorchScript has optimised its graph."""

@@ -116,6 +116,7 @@ def test_without_any_mask_they_say_so(method: str, data: Path, capsys: pytest.Ca
     [
         ({"method": "rrr", "rule": "zplus"}, "rule is 'zplus', but the method rrr has no such option"),
         ({"method": "gain", "penalty": 3}, "penalty is 3.0, but the method gain has no such option"),
+        ({"optimizer": "adamw", "momentum": 0.5}, "momentum is 0.5, but adamw has none; add --optimizer sgd"),
         ({"method": "energy", "cam_layer": "layer4"}, "cam_layer is 'layer4', but the method energy"),
         ({"method": "masked-input", "feather": 1}, "feather is 1, but the method masked-input"),
         ({"method": "background-swap", "fill": "blur"}, "fill is 'blur', but the method background-swap"),

@@ -12,10 +12,23 @@ from torch.nn import functional as F
 
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings, along_channels, wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, SUMS, Edge, Node, descend, edges, kind, shape, spoken
+from fasterisnet.lrp.kinds import (
+    BATCH_NORMS,
+    NORMS,
+    SUMS,
+    Edge,
+    Node,
+    descend,
+    edges,
+    kind,
+    shape,
+    source,
+    spoken,
+)
 from fasterisnet.lrp.record import note
 
 Active = Callable[[Node], list[bool]]
+CENTRING = NORMS - BATCH_NORMS  # their means are computed from the images
 
 
 def operand(node: Node, position: int, saved: str = "") -> Any:
@@ -204,13 +217,13 @@ class Unit:
         return through(self.path, t.expand(tuple(size)).contiguous()) if self.path else t
 
 
-def unit(edge: Edge, active: Active, scales: bool = True, reads: Container[Node] | None = None) -> Unit | None:
+def unit(edge: Edge, active: Active, reads: Container[Node] | None = None) -> Unit | None:
     """The layer (which `reads` one of these) whose output an edge is, rearranged, scaled and shifted by constants."""
-    found = _unit(edge, active, scales, reads)
+    found = _unit(edge, active, reads)
     return None if found is None or found.doubtful else found
 
 
-def _unit(edge: Edge, active: Active, scales: bool, reads: Container[Node] | None) -> Unit | None:
+def _unit(edge: Edge, active: Active, reads: Container[Node] | None) -> Unit | None:
     path, (node, number) = descend(edge)
     if node is None or not any(active(node)):
         return None
@@ -219,17 +232,67 @@ def _unit(edge: Edge, active: Active, scales: bool, reads: Container[Node] | Non
         if found is None or (reads is not None and found.edge[0] not in reads):
             return None
         return Unit(found, found.weight, found.bias, path, [(node, number)])
-    normed, on = scales and kind(node) in BATCH_NORMS, active(node)
-    one = sum(on) == 1 and (kind(node) in SUMS or (scales and kind(node) in ("Mul", "Div", "Neg")))
-    at = on.index(True)
-    if not (normed and at == 0) and (not one or shape(edges(node)[at]) != shape((node, 0))):
-        return None
-    below = _unit(edges(node)[at], active, scales, reads)
-    step = None if below is None else _constants(node, at, below.weight)
-    if below is None or step is None or (step[0] is not None and not scales):
+    at = scaled_at(node, active)
+    below = None if at is None or kind(node) in CENTRING else _unit(edges(node)[at], active, reads)
+    step = None if at is None or below is None else _constants(node, at, below.weight)
+    if at is None or below is None or step is None:
         return None
     found = below.behind(*step, shape((node, 0)))
     return found and replace(found, path=[*path, *found.path], inside=[(node, number), edges(node)[at], *found.inside])
+
+
+@dataclass
+class Chain:
+    """Steps of constants one behind the other, as one: `y = scale x + shift`. inside: the edges in between."""
+
+    edge: Edge
+    x: Tensor
+    scale: Tensor | None
+    shift: Tensor
+    inside: list[Edge] = field(default_factory=list)
+
+    def scaled(self, t: Tensor) -> Tensor:
+        return t if self.scale is None else t * self.scale
+
+    def output(self) -> Tensor:
+        return self.scaled(self.x) + self.shift
+
+    def behind(self, scale: Tensor | None, shift: Tensor | None, at: Edge) -> Chain:
+        """This chain with `scale y + shift` behind it. A shift of constants gets no gradient, one of means does."""
+        total = self.shift if scale is None else self.shift * scale
+        total = total if self.shift.requires_grad else total.detach()
+        factor = self.scale if scale is None else self.scaled(scale)
+        return replace(self, scale=factor, shift=total if shift is None else total + shift, inside=[at, *self.inside])
+
+
+def chain(edge: Edge, active: Active) -> Chain | None:
+    """The steps that end at an edge, norms among them, down to the first that adds something; None if none does."""
+    node, number = source(edge)
+    at = None if node is None else scaled_at(node, active)
+    if node is None or at is None:
+        return None
+    below = chain(edges(node)[at], active) if unit(edges(node)[at], active) is None else None
+    if kind(node) in CENTRING or (kind(node) in NORMS and below is None):
+        found = norm(node)
+        shift = found.shift().detach() if found.centred is None else found.shift()
+        return Chain(edges(node)[0], found.x, found.full_scale, shift, [(node, number)])
+    like = node._input_metadata[0]
+    step = _constants(node, at, wide(torch.empty((), dtype=like.dtype, device=like.device)))
+    if step is None:
+        return None
+    scale, shift = step[0], None if step[1] is None else step[1].detach()
+    if below is not None:
+        return below.behind(scale, shift, (node, number))
+    return None if shift is None else Chain(edges(node)[at], wide(operand(node, at)), scale, shift, [(node, number)])
+
+
+def scaled_at(node: Node, active: Active) -> int | None:
+    """Which operand a step scales or shifts by constants, element by element; None if it is another step."""
+    on, what = active(node), kind(node)
+    known = what in NORMS or what in SUMS or what in ("Mul", "Div", "Neg", "Addcmul", "Addcdiv")
+    if not known or sum(on) != 1 or shape(edges(node)[on.index(True)]) != shape((node, 0)):
+        return None
+    return on.index(True) if what not in NORMS or on[0] else None
 
 
 def _constants(node: Node, at: int, like: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
@@ -244,6 +307,15 @@ def _constants(node: Node, at: int, like: Tensor) -> tuple[Tensor | None, Tensor
         scale, shift = signs[at], operand(node, 1 - at) * signs[1 - at]
     elif what == "Neg":
         scale = -1
+    elif what in ("Addcmul", "Addcdiv"):
+        if (what, at) == ("Addcdiv", 2):
+            return None
+        others = [operand(node, i, f"tensor{i}") for i in (1, 2) if i != at]
+        if what == "Addcdiv":
+            others[-1] = 1 / others[-1]
+        scale, shift = (1, node._saved_value * others[0] * others[1]) if at == 0 else (
+            node._saved_value * others[0], operand(node, 0)
+        )  # fmt: skip
     elif what == "Mul" or at == 0:
         other = node._saved_other if at == 0 else node._saved_self
         scale = other if what == "Mul" else 1 / other
@@ -300,8 +372,8 @@ def norm(node: Node) -> Norm:
     scale = inverse.to(x.dtype) if weight is None else weight * inverse
 
     def shift() -> Tensor:
-        beta, centre = operand(node, 2), node._saved_result1 if mean is None else mean
-        return along_channels(((0 if beta is None else beta) - centre * scale).detach(), x)
+        beta, centre = operand(node, 2), node._saved_result1.detach() if mean is None else mean
+        return along_channels((0 if beta is None else beta) - centre * scale, x)
 
     return Norm(x, scale, shift, lambda: F.batch_norm(x, mean, var, weight, operand(node, 2), training, 0.0, eps))
 

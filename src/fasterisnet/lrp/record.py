@@ -20,7 +20,7 @@ from fasterisnet.lrp.kinds import GROUPS, LINEAR, NORMS, POOLING, SIGNED, SUMS, 
 
 # Kinds that autograd remembers only the result of, and kinds whose operands z+ and gamma read.
 RESULT_ONLY = frozenset({"Threshold", "Tanh", "Sigmoid", "Elu", "LeakyRelu", "Celu", "RreluWithNoise"})
-READ_BY_ZPLUS = SUMS | POOLING | SIGNED | LINEAR | NORMS
+READ_BY_ZPLUS = SUMS | POOLING | SIGNED | LINEAR | NORMS | {"Addcmul", "Addcdiv"}
 # Operations in place whose old value a rule may ask for, the second line only for z+; and those that only move numbers.
 OLD_VALUES = frozenset("tanh sigmoid elu leaky_relu celu rrelu_with_noise".split())
 OF_SUMS = frozenset("add sub index_add scatter_add lerp addcmul".split())

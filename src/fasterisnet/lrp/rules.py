@@ -26,7 +26,7 @@ from fasterisnet.lrp.epsilon import (
 )
 from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, SUMS
-from fasterisnet.lrp.layers import Unit, layer, through, unit
+from fasterisnet.lrp.layers import Unit, layer, scaled_at, through, unit
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
@@ -35,12 +35,17 @@ from fasterisnet.lrp.zplus import (
     is_written_out,
     linear_zplus,
     norm_zplus,
+    number_of,
+    of_groups,
     of_parts,
+    one_unit,
+    output_of,
     pool_zplus,
     product_zplus,
     signed_zplus,
     softmax_zplus,
     sum_zplus,
+    warn_of_parts,
 )
 
 # What a stabiliser of zero becomes, so that 0/0 is 0.
@@ -118,7 +123,8 @@ def announce(at: Step, table: RuleTable) -> None:
         weight = {"Lerp": at.saved("weight"), "IndexAdd": at.saved("alpha")}.get(at.kind, 0)
         upper = 1 if at.kind == "Lerp" else math.inf
         signed = at.saved("interpolation_mode") == 2 or (isinstance(weight, int | float) and not 0 <= weight <= upper)
-        if signed or at.kind in ("Addcmul", "Addcdiv") or at.saved("accumulate") or GROUPS.get(at.kind) == "bilinear":
+        in_parts = at.kind in ("Addcmul", "Addcdiv") and scaled_at(at.node, at.walk.active) is None
+        if signed or in_parts or at.saved("accumulate") or GROUPS.get(at.kind) == "bilinear":
             at.warn("is a sum of positive and negative parts that z+ cannot tell apart; its derivative was used.")
 
 
@@ -137,16 +143,21 @@ def linear_gamma(gamma: float) -> Rule:
         if unit.bias is not None:
             z = z + unit.bias + gamma * unit.bias.clamp(min=0)
         start, G = at.arrived("start"), at.arrived("G")
-        s = None if G is None else Quotient.apply(through(unit.path, G), unit.output(), z, at.eps, True)
+        s = None if G is None else Quotient.apply(through(unit.path, G), output_of(at, unit), z, at.eps, True)
         if start is not None:
             s = through(unit.path, start) if s is None else s + through(unit.path, start)
         assert s is not None
         at.send_G(unit.layer.edge, unit.layer.transpose(s, weight))
 
     def rule(at: Step) -> None:
-        found = unit((at.node, 0), at.walk.active, scales=False)
+        number = adds_nothing(at) or (GROUPS[at.kind] == "product" and not math.isnan(number_of(at)))
+        found = None if number else unit((at.node, 0), at.walk.active)
         if found is not None:
+            one_unit(at, found.layer.node, found.inside)
             of(at, found)
+        elif GROUPS[at.kind] == "norm":
+            warn_of_parts(at, (at.node, 0))
+            norm_constant(at)
         else:
             at.ends_start = at.ends_start and not adds_nothing(at)
             constant = at.kind in SUMS and sum(at.active) == 1 and not adds_nothing(at)
@@ -154,6 +165,8 @@ def linear_gamma(gamma: float) -> Rule:
                 at.warn("adds a constant to parts of layers; gamma takes it for a step of its own.")
             elif at.kind in SUMS and sum(at.active) == 2 and is_in_parts(at.node, at.walk.active):
                 at.warn("adds functions of the same values, like an activation in parts; gamma takes each for itself.")
+            elif at.kind in SUMS and of_groups(at.node, at.walk.active):
+                at.warn("adds layers that read parts of one tensor, like a layer in parts; gamma takes them for two.")
             (at.pass_on if at.kind in SUMS else lambda: product_half(at))()
 
     return rule
@@ -194,7 +207,11 @@ def zplus_table(epsilon: float = 0.01) -> RuleTable:
 def gamma_table(epsilon: float = 0.01, gamma: float = 0.25) -> RuleTable:
     """LRP-gamma on layers, relevance unchanged by ReLU, epsilon elsewhere."""
     layers = linear_gamma(gamma)
-    return RuleTable("gamma", epsilon, {**_EPSILON, "linear": layers, "sum": layers, "activation": activation_pass})
+    own: dict[str, Rule] = {
+        **dict.fromkeys(("linear", "norm", "product", "sum"), layers),
+        "activation": activation_pass,
+    }
+    return RuleTable("gamma", epsilon, _EPSILON | own)
 
 
 def gradient_table(epsilon: float = 0.0) -> RuleTable:
@@ -211,7 +228,7 @@ def among_others(table: RuleTable) -> RuleTable:
     """The table in terms of G, so that it can stand beside others in one pass."""
     if not table.in_R:
         return table
-    kept = {name: table.rules[name] for name in ("linear", "norm", "sum", "pool")}
+    kept = {name: table.rules[name] for name in ("linear", "norm", "product", "sum", "pool")}
     return replace(table, rules={**_EPSILON, **kept, "activation": activation_pass}, in_R=False)
 
 

@@ -79,10 +79,10 @@ class Step:
         return y() * G if R is None else R + y() * G
 
     def over(self, z: Tensor, y: Callable[[], Tensor] | None, path: Sequence[Node] = ()) -> Tensor:
-        """`s = R_y/(z + eps)`. What comes from the score itself starts here, with `R = z * G` (paper: LRP-z+_begin)."""
+        """`s = R_y/(z + eps)`, z and y behind `path`. What comes from the score starts here (paper: LRP-z+_begin)."""
         total = None
         for form, by in self.flow.items():
-            t = through(path, by[0] * y() if form == "G" and y is not None else by[0])
+            t = through(path, by[0]) * y() if form == "G" and y is not None else through(path, by[0])
             s = Quotient.apply(t, z if form == "start" else None, z, self.eps, False)
             total = s if total is None else total + s
         assert total is not None

@@ -19,6 +19,7 @@ from fasterisnet.lrp.kinds import (
     MOVING,
     PERMUTING,
     POOLING,
+    SUMS,
     Edge,
     Node,
     descend,
@@ -27,12 +28,13 @@ from fasterisnet.lrp.kinds import (
     shape,
     source,
 )
-from fasterisnet.lrp.layers import CLASSES, Unit, layer, norm, operand, through, unit
+from fasterisnet.lrp.layers import CLASSES, Active, Chain, Unit, chain, layer, norm, operand, through, unit
 from fasterisnet.lrp.step import Step
 
 # Pools that take every number alone where they leave the size, or the number of numbers, as it was.
 RESIZING = frozenset(kind for kind in POOLING if kind.startswith(("AdaptiveAvgPool", "Upsample")))
 WHOLE = frozenset({"Mean", "Sum", "Nansum"})
+SLICING = frozenset({"Split", "SplitWithSizes", "Slice", "Unbind", "Select", "IndexSelect", "Index"})
 
 
 def linear_zplus(at: Step) -> None:
@@ -54,14 +56,19 @@ def linear_zplus(at: Step) -> None:
         product_half(at)
 
 
-def _zplus(at: Step, unit: Unit, output: Callable[[], Tensor] | None = None) -> None:
+def _zplus(at: Step, unit: Unit) -> None:
     """z+ of a layer that may have a bias and a batch norm behind it: their biases are constants."""
-    _one_unit(at, unit, unit.inside)
+    one_unit(at, unit.layer.node, unit.inside)
     x, layer = unit.x, unit.layer
     rectified = kind(source(layer.edge)[0]) == "Relu"  # seen without looking at the values
     first, second = (x, None) if rectified or bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
-    plus, minus = _two_sided(at, unit, first, second, output or unit.output)
+    plus, minus = _two_sided(at, unit, first, second, lambda: output_of(at, unit))
     at.share(layer.edge, plus if minus is None else torch.where(x >= 0, plus, minus), x)
+
+
+def output_of(at: Step, unit: Unit) -> Tensor:
+    """What a unit computes; a batch norm in training mode as it is, its statistics not constant."""
+    return through(unit.path, norm(at.node).output()) if at.kind in BATCH_NORMS else unit.output()
 
 
 def _two_sided(
@@ -90,22 +97,46 @@ def _two_sided(
 
 def norm_zplus(at: Step) -> None:
     """Behind a layer one with it; elsewhere a diagonal layer: `R_x = (scale x)+ / ((scale x)+ + shift+ + eps) R_y`."""
-    found, fused = norm(at.node), unit((at.node, 0), at.walk.active)
-    if fused is not None:
-        _zplus(at, fused, found.output)
+    if of_constants(at):
         return
-    if found.centred is None and of_parts(at, at.edge(0), cut=True):
-        at.warn("follows parts of a layer; z+ takes it for a step of its own, not for one with the layer.")
-    scale, x = found.full_scale, found.x
-    s = at.over((scale * x).clamp(min=0) + found.shift().clamp(min=0), found.output)
-    at.share(0, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
+    found = norm(at.node)
+    shift = found.shift().detach() if found.centred is None else found.shift()
+    _diagonal(at, Chain(at.edge(0), found.x, found.full_scale, shift))
 
 
-def _one_unit(at: Step, unit: Unit, inside: Sequence[Edge]) -> None:
+def of_constants(at: Step) -> bool:
+    """Constants that scale and shift: behind a layer one with it, elsewhere one step. False if it is neither."""
+    layer = unit((at.node, 0), at.walk.active)
+    if layer is not None:
+        _zplus(at, layer)
+        return True
+    steps = chain((at.node, 0), at.walk.active)
+    if steps is None or (len(steps.inside) == 1 and at.kind in SUMS):
+        return False
+    warn_of_parts(at, steps.inside[-1])
+    one_unit(at, steps.inside[-1][0], steps.inside)
+    _diagonal(at, steps)
+    return True
+
+
+def warn_of_parts(at: Step, edge: Edge) -> None:
+    """Says that a batch norm is no longer one with the layer in front of it, because that one is in parts."""
+    if kind(edge[0]) in BATCH_NORMS and of_parts(at, edges(edge[0])[0], cut=True):
+        at.warn("follows parts of a layer; it is taken for a step of its own, not for one with the layer.")
+
+
+def _diagonal(at: Step, found: Chain) -> None:
+    """A layer with one weight a number."""
+    x, scale = found.x, torch.ones_like(found.x) if found.scale is None else found.scale
+    s = at.over((scale * x).clamp(min=0) + found.shift.clamp(min=0), found.output)
+    at.share(found.edge, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
+
+
+def one_unit(at: Step, first: Node, inside: Sequence[Edge]) -> None:
     """Refuses to say what the relevance inside a unit is."""
     if at.walk.wants(*[edge for edge in inside if edge[0] is not at.node]):
         raise RuleError(
-            f"Layer '{at.walk.place(unit.layer.node)}' is one unit with the batch norm or activation behind it under "
+            f"Layer '{at.walk.place(first)}' is one unit with the scale, batch norm or activation behind it under "
             "these rules, so it has no relevance of its own; name that module instead."
         )
 
@@ -114,17 +145,15 @@ def sum_zplus(at: Step) -> None:
     """`R_1 = a1+/(a1+ + a2+ + eps) R_y`, likewise R_2; a constant takes part in z and gets nothing."""
     if adds_nothing(at):
         at.ends_start = False
-        at.pass_on()
+        product_half(at)
+        return
+    if sum(at.active) == 1 and of_constants(at):
         return
     values = [_as_tensor(operand(at.node, i), at, constant=not at.is_active(i)) for i in range(2)]
     alpha = float(at.saved("alpha") or 1)
     signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[at.kind]
     parts = [v if sign == 1 else v * sign for v, sign in zip(values, signs, strict=True)]
     if sum(at.active) == 1:
-        layer_with_bias = unit((at.node, 0), at.walk.active)
-        if layer_with_bias is not None:
-            _zplus(at, layer_with_bias, lambda: parts[0] + parts[1])
-            return
         below = at.edge(at.active.index(True))
         if of_parts(at, below) or is_written_out(at, below):
             at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
@@ -132,6 +161,8 @@ def sum_zplus(at: Step) -> None:
         at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
     elif is_in_parts(at.node, at.walk.active):
         at.warn("adds functions of the same values, like an activation in parts; z+ takes them for two things.")
+    elif of_groups(at.node, at.walk.active):
+        at.warn("adds layers that read parts of one tensor, like a layer in parts; z+ takes them for two.")
     if all(at.active) and len(at.active) == 2 and set(at.flow) == {"R"} and parts[0].shape == parts[1].shape:
         for position, R in enumerate(SumShares.apply(at.arrived("R"), *parts, at.eps)):
             at.send_R(position, R)
@@ -189,9 +220,28 @@ def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | N
             if parted and found is not None and read and (cut or not found.has_bias):
                 return True
         elif kind(node) in MOVING or kind(node) == "CopySlices":
-            parted = parted or not (cut and kind(node) in ("Cat", "Stack"))
+            joined = cut and kind(node) in ("Cat", "Stack") and not of_groups(node, at.walk.behind, whole=True)
+            parted = parted or not joined
             waiting += [(e, parted) for e, on in zip(edges(node), at.walk.behind(node), strict=True) if on]
     return False
+
+
+def of_groups(node: Node, active: Active, whole: bool = False) -> bool:
+    """Whether layers that meet read parts of one tensor, a layer in groups; `whole`: or all of it, and are alike."""
+    read: list[Node] = []
+    shapes = set()
+    for edge, on in zip(edges(node), active(node), strict=True):
+        found = unit(edge, active) if on else None
+        if on and found is None:
+            return False
+        if found is not None:
+            read.append(source(found.layer.edge, PERMUTING)[0])
+            shapes.add((type(found.layer), found.weight.shape[1:]))
+    if len(read) < 2 or any(n is None for n in read):
+        return False
+    if whole and all(n is read[0] for n in read):
+        return len(shapes) == 1
+    return all(kind(n) in SLICING and edges(n)[0][0] is edges(read[0])[0][0] for n in read)
 
 
 def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
@@ -203,7 +253,8 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 def pool_zplus(at: Step) -> None:
     """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`. Sums of sums are one sum."""
     before, after = shape(at.edge(0)), shape((at.node, 0))
-    if before == after if at.kind in RESIZING else at.kind in WHOLE and math.prod(before) == math.prod(after):
+    alone = WHOLE | {"Col2Im"}
+    if before == after if at.kind in RESIZING else at.kind in alone and math.prod(before) == math.prod(after):
         at.ends_start = False
         at.pass_on()  # every sum has one number
         return
@@ -269,18 +320,25 @@ def _unshifted(at: Step) -> Edge:
 def product_zplus(at: Step) -> None:
     """Half to each of two factors. A number behind a sum makes a mean of it: the stabiliser is that of the mean."""
     at_sum = at.active.index(True)
+    scale = number_of(at)
+    apart = sum(at.active) == 1 and (math.isnan(scale) or (scale > 0 and unit((at.node, 0), at.walk.active) is None))
+    if apart and of_constants(at):
+        return
     node = source(at.edge(at_sum))[0]
-    alone = (
-        sum(at.active) == 1 and set(at.flow) == {"R"} and not at.walk.wants(at.edge(at_sum), source(at.edge(at_sum)))
-    )
-    alone = alone and node is not None and kind(node) in WHOLE and shape((node, 0)) == shape((at.node, 0))
-    scale = as_affine(at.node, at.kind, at_sum)[0] if alone else 0.0
-    if scale > 0:
+    alone = scale > 0 and set(at.flow) == {"R"} and not at.walk.wants(at.edge(at_sum), source(at.edge(at_sum)))
+    if alone and node is not None and kind(node) in WHOLE and shape((node, 0)) == shape((at.node, 0)):
         below = Step(at.walk, node, at.flow)
         below.eps = at.eps / scale
         pool_zplus(below)
     else:
         product_half(at)
+
+
+def number_of(at: Step) -> float:
+    """The one number that something is multiplied with; NaN if it is another step."""
+    if at.kind == "Neg":
+        return -1.0
+    return as_affine(at.node, at.kind, at.active.index(True))[0] if sum(at.active) == 1 else math.nan
 
 
 def _product_zplus(at: Step) -> None:
@@ -355,7 +413,7 @@ def first_layer(at: Step) -> bool:
     passes relevance on unchanged, so y is its output. False if this is no first layer. Paper: cited as LRPZb.
     """
     found = at.activation
-    if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum"):
+    if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum", "product"):
         return False
     made = unit((at.node, 0) if found is None else found.edge, at.walk.active, reads=at.walk.affine)
     if made is None:
@@ -364,7 +422,7 @@ def first_layer(at: Step) -> bool:
         if apart and of_parts(at, edges(normed[0])[0], cut=True, below=at.walk.affine):
             at.warn("follows parts of the first layer; zB takes it for a step of its own, not for one with the layer.")
         return False
-    _one_unit(at, made, made.inside if found is None else [*made.inside, found.edge])
+    one_unit(at, made.layer.node, made.inside if found is None else [*made.inside, found.edge])
     if found is not None:
         at.flow = {"R": {0: at.relevance(lambda: found.y)}}
     elif at.kind in BATCH_NORMS:

@@ -300,6 +300,8 @@ class Config:
 
         Values that such an option has without being given are none: the file may be the config.yaml of another run.
         """
+        if "momentum" in given and self.optimizer != "sgd" and self.momentum != PRESETS["paper"]["momentum"]:
+            raise UsageError(f"momentum is {self.momentum}, but {self.optimizer} has none; add --optimizer sgd.")
         taken = options_of(method_class(self.method)) + (options_of(self.augmenting) if self.augmenting else [])
         for option in fields(self):
             argument, value = option.metadata["argument"], getattr(self, option.name)
