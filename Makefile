@@ -64,7 +64,7 @@ bench: setup  ## what a training step with heatmaps costs
 coverage-table: setup  ## check every torchvision and many timm models, write docs/coverage.md
 	$(BIN)/python benchmarks/coverage.py
 
-soak: setup  ## kill runs at random for half an hour and compare them with runs that were left alone (SOAK_ARGS=...)
+soak: setup  ## kill runs at random, 200 times or for an hour, and compare them with runs that were left alone (SOAK_ARGS=...)
 	$(BIN)/python benchmarks/soak.py $(SOAK_ARGS)
 
 demo: setup  ## train a classifier that cheats and one that does not, and show where both look (3 minutes)

@@ -1,6 +1,6 @@
 """Runs that are killed at random, against runs that are left alone: `make soak`, or
 
-    python benchmarks/soak.py --minutes 30 --kills 200          # kills, full disks, changed data
+    python benchmarks/soak.py --minutes 60 --kills 200          # kills, full disks, changed data
     python benchmarks/soak.py --undisturbed 40 --minutes 60     # two processes with loader workers, left alone
 
 Killed (SIGKILL) are main processes, other ranks, loader workers and the server they come from, each at a random moment;
@@ -318,7 +318,7 @@ def undisturbed(folder: Path, runs: int, end: float) -> Counter[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--undisturbed", type=int, default=0, metavar="N", help="N runs of two processes, not killed")
     parser.add_argument("--seed", type=int, default=int(time.time()))
