@@ -42,7 +42,7 @@ class ISNet(Guided):
     those of several processes. common: `classification` and `attached_logits`, see `Method`.
     """
 
-    default_weight: ClassVar[float] = 0.7
+    default_weight: ClassVar[float] = 0.8
     rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
     uses_box: ClassVar[bool] = True
     explainers: ClassVar[tuple[str, ...]] = ("epsilon", "zplus")
