@@ -49,7 +49,7 @@ def test_two_processes_are_one(tmp_path: Path, method: str, masks: float) -> Non
 def test_batches_that_do_not_divide(tmp_path: Path) -> None:
     """24 pictures in batches of 7: 4 and 3, and of the last three all for one process; with the calibration."""
     changes = {"data": "drawn?per_class=8&size=16", "method": "stochastic", "batch": 7, "ranges": None, "momentum": 0.9}
-    changes |= {"calibration_epochs": 1, "calibration_lr": 0.1}
+    changes |= {"calibration_epochs": 1, "calibration_lr": 0.1, "heatmap_weight": 0.7}
     one, metrics = trained(tmp_path / "one", **changes)
     two, logged = trained(tmp_path / "two", devices=2, **changes)
     assert [row["updates"] for row in logged] == [row["updates"] for row in metrics] == [4, 8]

@@ -31,6 +31,7 @@ from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.zplus import (
     activation_zplus,
     adds_nothing,
+    asked_inside,
     first_layer,
     is_written_out,
     linear_zplus,
@@ -152,7 +153,7 @@ def linear_gamma(gamma: float) -> Rule:
     def rule(at: Step) -> None:
         number = adds_nothing(at) or (GROUPS[at.kind] == "product" and not math.isnan(number_of(at)))
         found = None if number else unit((at.node, 0), at.walk.active)
-        if found is not None:
+        if found is not None and not (GROUPS[at.kind] == "product" and asked_inside(at, found.inside)):
             one_unit(at, found.layer.node, found.inside)
             of(at, found)
         elif GROUPS[at.kind] == "norm":

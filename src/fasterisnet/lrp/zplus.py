@@ -107,14 +107,13 @@ def norm_zplus(at: Step) -> None:
 def of_constants(at: Step) -> bool:
     """Constants that scale and shift: behind a layer one with it, elsewhere one step. False if it is neither."""
     layer = unit((at.node, 0), at.walk.active)
-    if layer is not None:
+    if layer is not None and not (GROUPS[at.kind] == "product" and asked_inside(at, layer.inside)):
         _zplus(at, layer)
         return True
     steps = chain((at.node, 0), at.walk.active)
-    if steps is None or (len(steps.inside) == 1 and at.kind in SUMS):
+    if steps is None or (len(steps.inside) == 1 and at.kind in SUMS) or asked_inside(at, steps.inside):
         return False
     warn_of_parts(at, steps.inside[-1])
-    one_unit(at, steps.inside[-1][0], steps.inside)
     _diagonal(at, steps)
     return True
 
@@ -132,9 +131,14 @@ def _diagonal(at: Step, found: Chain) -> None:
     at.share(found.edge, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
 
 
+def asked_inside(at: Step, inside: Sequence[Edge]) -> bool:
+    """Whether the relevance between the steps of a unit was asked for."""
+    return at.walk.wants(*[edge for edge in inside if edge[0] is not at.node])
+
+
 def one_unit(at: Step, first: Node, inside: Sequence[Edge]) -> None:
     """Refuses to say what the relevance inside a unit is."""
-    if at.walk.wants(*[edge for edge in inside if edge[0] is not at.node]):
+    if asked_inside(at, inside):
         raise RuleError(
             f"Layer '{at.walk.place(first)}' is one unit with the scale, batch norm or activation behind it under "
             "these rules, so it has no relevance of its own; name that module instead."
