@@ -79,18 +79,8 @@ def residual(make: Forward) -> Forward:
     return lambda m, x: m.fc((make(m, x) + torch.relu(m.conv(x))).mean((2, 3)))
 
 
-def apart(norm: Callable[[Any, Tensor], Tensor]) -> Step:
-    """A norm without constants, and constants behind it."""
-    return lambda m, t: torch.relu(norm(m, t) * by_channel(m.bn.weight) + by_channel(m.bn.bias))
-
-
-def over_channels(m: Any, t: Tensor, *constants: Tensor) -> Tensor:
-    return F.layer_norm(t.movedim(1, -1), (WIDTH,), *constants).movedim(-1, 1)
-
-
-def layer_norm_in_its_place(m: Any, t: Tensor) -> Tensor:
-    normed = F.layer_norm(t.movedim(1, -1), (WIDTH,)) * m.bn.weight + m.bn.bias
-    return torch.relu(normed.movedim(-1, 1))
+def channels_last(norm: Callable[[Any, Tensor], Tensor]) -> Step:
+    return lambda m, t: torch.relu(norm(m, t.movedim(1, -1)).movedim(-1, 1))
 
 
 ROOT = WIDTH**-0.5
@@ -128,11 +118,11 @@ PAIRS: dict[str, tuple[Forward, Forward]] = {
     ),
     "group norm, constants apart": (
         between(lambda m, t: torch.relu(F.group_norm(t, 2, m.bn.weight, m.bn.bias))),
-        between(apart(lambda m, t: F.group_norm(t, 2))),
+        between(lambda m, t: torch.relu(F.group_norm(t, 2) * by_channel(m.bn.weight) + by_channel(m.bn.bias))),
     ),
     "layer norm, constants apart": (
-        between(lambda m, t: torch.relu(over_channels(m, t, m.bn.weight, m.bn.bias))),
-        between(layer_norm_in_its_place),
+        between(channels_last(lambda m, t: F.layer_norm(t, (WIDTH,), m.bn.weight, m.bn.bias))),
+        between(channels_last(lambda m, t: F.layer_norm(t, (WIDTH,)) * m.bn.weight + m.bn.bias)),
     ),
     "nothing less": (
         between(lambda m, t: torch.tanh(-t)),
