@@ -26,27 +26,30 @@ from fasterisnet.lrp.epsilon import (
 )
 from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, SUMS
-from fasterisnet.lrp.layers import Unit, layer, scaled_at, through, unit
-from fasterisnet.lrp.step import Step
-from fasterisnet.lrp.zplus import (
-    activation_zplus,
+from fasterisnet.lrp.layers import layer, through
+from fasterisnet.lrp.parts import (
     adds_nothing,
     asked_inside,
-    first_layer,
     is_written_out,
-    linear_zplus,
-    norm_zplus,
     number_of,
     of_groups,
     of_parts,
     one_unit,
+    warn_of_parts,
+)
+from fasterisnet.lrp.step import Step
+from fasterisnet.lrp.units import Unit, scaled_at, unit
+from fasterisnet.lrp.zb import first_layer
+from fasterisnet.lrp.zplus import (
+    activation_zplus,
+    linear_zplus,
+    norm_zplus,
     output_of,
     pool_zplus,
     product_zplus,
     signed_zplus,
     softmax_zplus,
     sum_zplus,
-    warn_of_parts,
 )
 
 # What a stabiliser of zero becomes, so that 0/0 is 0.

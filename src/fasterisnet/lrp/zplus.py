@@ -1,40 +1,47 @@
-"""LRP-z+, written in relevance R, and zB for the first layer."""
+"""LRP-z+, written in relevance R."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fasterisnet.errors import RuleError
 from fasterisnet.lrp.activations import is_in_parts
 from fasterisnet.lrp.epsilon import product_half
-from fasterisnet.lrp.gates import as_affine, shares, unscaled
+from fasterisnet.lrp.gates import shares, unscaled
 from fasterisnet.lrp.kernels import Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import (
     BATCH_NORMS,
     GROUPS,
-    MOVING,
     PERMUTING,
     POOLING,
     SUMS,
     Edge,
-    Node,
-    descend,
     edges,
     kind,
     shape,
     source,
 )
-from fasterisnet.lrp.layers import CLASSES, Active, Chain, Unit, chain, layer, norm, operand, through, unit
+from fasterisnet.lrp.layers import CLASSES, layer, norm, operand, through
+from fasterisnet.lrp.parts import (
+    adds_nothing,
+    asked_inside,
+    is_mean_of,
+    is_written_out,
+    number_of,
+    of_groups,
+    of_parts,
+    one_unit,
+    warn_of_parts,
+)
 from fasterisnet.lrp.step import Step
+from fasterisnet.lrp.units import Chain, Unit, chain, unit
 
 # Pools that take every number alone where they leave the size, or the number of numbers, as it was.
 RESIZING = frozenset(kind for kind in POOLING if kind.startswith(("AdaptiveAvgPool", "Upsample")))
 WHOLE = frozenset({"Mean", "Sum", "Nansum"})
-SLICING = frozenset({"Split", "SplitWithSizes", "Slice", "Unbind", "Select", "IndexSelect", "Index"})
 
 
 def linear_zplus(at: Step) -> None:
@@ -62,7 +69,7 @@ def _zplus(at: Step, unit: Unit) -> None:
     x, layer = unit.x, unit.layer
     rectified = kind(source(layer.edge)[0]) == "Relu"  # seen without looking at the values
     first, second = (x, None) if rectified or bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
-    plus, minus = _two_sided(at, unit, first, second, lambda: output_of(at, unit))
+    plus, minus = two_sided(at, unit, first, second, lambda: output_of(at, unit))
     at.share(layer.edge, plus if minus is None else torch.where(x >= 0, plus, minus), x)
 
 
@@ -71,7 +78,7 @@ def output_of(at: Step, unit: Unit) -> Tensor:
     return through(unit.path, norm(at.node).output()) if at.kind in BATCH_NORMS else unit.output()
 
 
-def _two_sided(
+def two_sided(
     at: Step, unit: Unit, first: Tensor, second: Tensor | None, output: Callable[[], Tensor] | None
 ) -> tuple[Tensor, Tensor | None]:
     """`W+^T s` and `W-^T s` for `z = W+ x1 + W- x2 + b+`; without output, all that came is taken for relevance."""
@@ -118,31 +125,11 @@ def of_constants(at: Step) -> bool:
     return True
 
 
-def warn_of_parts(at: Step, edge: Edge) -> None:
-    """Says that a batch norm is no longer one with the layer in front of it, because that one is in parts."""
-    if kind(edge[0]) in BATCH_NORMS and of_parts(at, edges(edge[0])[0], cut=True):
-        at.warn("follows parts of a layer; it is taken for a step of its own, not for one with the layer.")
-
-
 def _diagonal(at: Step, found: Chain) -> None:
     """A layer with one weight a number."""
     x, scale = found.x, torch.ones_like(found.x) if found.scale is None else found.scale
     s = at.over((scale * x).clamp(min=0) + found.shift.clamp(min=0), found.output)
     at.share(found.edge, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
-
-
-def asked_inside(at: Step, inside: Sequence[Edge]) -> bool:
-    """Whether the relevance between the steps of a unit was asked for."""
-    return at.walk.wants(*[edge for edge in inside if edge[0] is not at.node])
-
-
-def one_unit(at: Step, first: Node, inside: Sequence[Edge]) -> None:
-    """Refuses to say what the relevance inside a unit is."""
-    if asked_inside(at, inside):
-        raise RuleError(
-            f"Layer '{at.walk.place(first)}' is one unit with the scale, batch norm or activation behind it under "
-            "these rules, so it has no relevance of its own; name that module instead."
-        )
 
 
 def sum_zplus(at: Step) -> None:
@@ -161,7 +148,7 @@ def sum_zplus(at: Step) -> None:
         below = at.edge(at.active.index(True))
         if of_parts(at, below) or is_written_out(at, below):
             at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
-    elif _is_mean_of(at, 1, 0) or _is_mean_of(at, 0, 1):
+    elif is_mean_of(at, 1, 0) or is_mean_of(at, 0, 1):
         at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
     elif is_in_parts(at.node, at.walk.active):
         at.warn("adds functions of the same values, like an activation in parts; z+ takes them for two things.")
@@ -183,69 +170,6 @@ def sum_zplus(at: Step) -> None:
                 at.send_R(position, torch.where(added == 0, R, values[position] * G))
             else:
                 at.send_G(position, torch.where(added == 0, at.G * signs[position], G))
-
-
-def adds_nothing(at: Step) -> bool:
-    """Whether the number zero is added."""
-    added = [] if at.note is None or sum(at.active) != 1 else at.note.operands[:2]
-    return any(isinstance(value, int | float) and value == 0 for value in added)
-
-
-def _is_mean_of(at: Step, this: int, other: int) -> bool:
-    """Whether one operand of a sum is the mean of the other."""
-    node = source(at.edge(this), MOVING)[0]
-    if node is None or kind(node) not in ("Mean", "VarMean", "StdMean"):
-        return False
-    below, values = (source(edge, PERMUTING) for edge in (edges(node)[0], at.edge(other)))
-    return below[0] is values[0] and below[1] == values[1]
-
-
-def is_written_out(at: Step, edge: Edge) -> bool:
-    """Whether something is a layer by hand: the sum of products with weights of both signs."""
-    node = source(edge, PERMUTING)[0]
-    product = source(edges(node)[0], PERMUTING)[0] if node is not None and kind(node) == "Sum" else None
-    if product is None or kind(product) != "Mul" or sum(at.walk.active(product)) != 1:
-        return False
-    weight = product._saved_other if at.walk.active(product)[0] else product._saved_self
-    return isinstance(weight, Tensor) and bool((weight < 0).any())
-
-
-def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | None = None) -> bool:
-    """Whether something was put together from layers without a bias; `cut`: from parts of layers that read `below`."""
-    waiting = [(edge, at.walk.is_beside)]
-    while waiting:
-        edge, parted = waiting.pop()
-        _, (node, _) = descend(edge)
-        if node is None or not any(at.walk.behind(node)):
-            continue
-        if kind(node) in CLASSES:
-            found = layer(node, at.walk.behind)
-            read = found is not None and (below is None or found.edge[0] in below)
-            if parted and found is not None and read and (cut or not found.has_bias):
-                return True
-        elif kind(node) in MOVING or kind(node) == "CopySlices":
-            joined = cut and kind(node) in ("Cat", "Stack") and not of_groups(node, at.walk.behind, whole=True)
-            parted = parted or not joined
-            waiting += [(e, parted) for e, on in zip(edges(node), at.walk.behind(node), strict=True) if on]
-    return False
-
-
-def of_groups(node: Node, active: Active, whole: bool = False) -> bool:
-    """Whether layers that meet read parts of one tensor, a layer in groups; `whole`: or all of it, and are alike."""
-    read: list[Node] = []
-    shapes = set()
-    for edge, on in zip(edges(node), active(node), strict=True):
-        found = unit(edge, active) if on else None
-        if on and found is None:
-            return False
-        if found is not None:
-            read.append(source(found.layer.edge, PERMUTING)[0])
-            shapes.add((type(found.layer), found.weight.shape[1:]))
-    if len(read) < 2 or any(n is None for n in read):
-        return False
-    if whole and all(n is read[0] for n in read):
-        return len(shapes) == 1
-    return all(kind(n) in SLICING and edges(n)[0][0] is edges(read[0])[0][0] for n in read)
 
 
 def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
@@ -338,13 +262,6 @@ def product_zplus(at: Step) -> None:
         product_half(at)
 
 
-def number_of(at: Step) -> float:
-    """The one number that something is multiplied with; NaN if it is another step."""
-    if at.kind == "Neg":
-        return -1.0
-    return as_affine(at.node, at.kind, at.active.index(True))[0] if sum(at.active) == 1 else math.nan
-
-
 def _product_zplus(at: Step) -> None:
     """Half to each factor, by the positive products: `z = a+ b+ + a- b-`, `s = R/(2 (z + eps))`."""
     positions = [i for i, on in enumerate(at.active) if on]
@@ -405,38 +322,3 @@ def _resizing(at: Step, x: Tensor) -> tuple[Tensor, Tensor]:
     by_row = resize(rows.view(1, height, height, 1).expand(-1, -1, -1, width).contiguous(), *settings)
     by_column = resize(columns.view(1, width, 1, width).expand(-1, -1, height, -1).contiguous(), *settings)
     return by_row[0, :, :, 0].mT, by_column[0, :, 0].mT
-
-
-# --- LRP-zB, first layer -------------------------------------------------------------------------------------------
-
-
-def first_layer(at: Step) -> bool:
-    """`R_x = x (W^T s) - l (W+^T s) - h (W-^T s)`, `s = R_y/(z + eps)`, `z = W x + b - l W+ 1 - h W- 1 - b-`.
-
-    Computed as: z+ with x - l for the positive and x - h for the negative weights. An activation behind the layer
-    passes relevance on unchanged, so y is its output. False if this is no first layer. Paper: cited as LRPZb.
-    """
-    found = at.activation
-    if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum", "product"):
-        return False
-    made = unit((at.node, 0) if found is None else found.edge, at.walk.active, reads=at.walk.affine)
-    if made is None:
-        normed = (at.node, 0) if found is None else source(found.edge)
-        apart = normed[0] is not None and kind(normed[0]) in BATCH_NORMS
-        if apart and of_parts(at, edges(normed[0])[0], cut=True, below=at.walk.affine):
-            at.warn("follows parts of the first layer; zB takes it for a step of its own, not for one with the layer.")
-        return False
-    one_unit(at, made.layer.node, made.inside if found is None else [*made.inside, found.edge])
-    if found is not None:
-        at.flow = {"R": {0: at.relevance(lambda: found.y)}}
-    elif at.kind in BATCH_NORMS:
-        at.flow = {"R": {0: at.relevance(norm(at.node).output)}}
-    else:
-        at.flow = {form: {0: through(made.path, by[0])} for form, by in at.flow.items()}
-        at.flow, made.path = {"R": {0: at.relevance(made.output)}}, []
-    x = made.x if at.walk.keep_root else made.x.detach()
-    low, high = at.walk.bounds(made.layer.edge, x)
-    plus, minus = _two_sided(at, made, x - low, x - high, None)
-    assert minus is not None
-    at.send(made.layer.edge, "B", (x - low) * plus + (x - high) * minus)
-    return True
