@@ -23,7 +23,8 @@ batches = [
 ]
 method = fi.Stochastic(heatmap_weight=0.7, box=fi.normalised_box(config["mean"], config["std"]))
 method.ranges = fi.calibrate(method, model, batches, epochs=1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=5 * len(batches))
 for _ in range(5):
     for images, labels, masks in batches:
         loss = method.loss(model, images, labels, masks).total
@@ -31,5 +32,6 @@ for _ in range(5):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
 model.eval()
 tell(lambda images: model(normalised(images)))

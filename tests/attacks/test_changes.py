@@ -197,20 +197,36 @@ def test_a_state_of_an_older_version_is_taken(
     assert "older version" in " ".join(capsys.readouterr().out.split())
 
 
+def with_patients(data: Path, twice: dict[str, bool]) -> None:
+    """A manifest in which everybody has one picture, but for Ann: she has the first of each split in `twice`."""
+    rows, first = [], dict(twice)
+    for i, p in enumerate(sorted(p for p in data.rglob("*.png") if "masks" not in p.parts)):
+        patient = "Ann" if first.pop(p.parts[-3], False) else f"p{i}"
+        mask = data / "masks" / p.relative_to(data)
+        rows.append(f"{p.relative_to(data)},{mask.relative_to(data)},{p.parts[-3]},{p.parts[-2]},{patient}")
+    (data / "manifest.csv").write_text("\n".join(["image,mask,split,label,patient", *rows]))
+
+
 def test_the_paths_of_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = draw(tmp_path / "data")
-    pictures = sorted(p for p in data.rglob("*.png") if "masks" not in p.parts)
     for other in ("val", "test"):
-        first = {"train": True, other: True}
-        rows = []
-        for i, p in enumerate(pictures):
-            patient = "Ann" if first.pop(p.parts[-3], False) else f"p{i}"
-            rows.append(f"{p.relative_to(data)},{p.parts[-3]},{p.parts[-2]},{patient}")
-        (data / "manifest.csv").write_text("\n".join(["image,split,label,patient", *rows]))
+        with_patients(data, {"train": True, other: True})
         assert train(data, tmp_path / "run") == 1
         error = capsys.readouterr().err
         assert "'Ann'" in error and f"'train' and '{other}'" in error
         assert not (tmp_path / "run").exists()
+
+
+def test_patients_of_a_validation_set_that_is_there_with_and_without_marks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = draw(tmp_path / "data")
+    with_patients(data, {})
+    options = ["--watch", "val_unbiased", "--epochs", "1"]
+    assert train(Path(f"{data}?bias=mark"), tmp_path / "run", *options) == 0
+    with_patients(data, {"train": True, "val": True})
+    assert train(Path(f"{data}?bias=mark"), tmp_path / "other", *options) == 1
+    assert "'train' and 'val'" in capsys.readouterr().err
 
 
 def test_skipping_does_not_remove_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,11 @@ class Planted(Subset):
         return reading._replace(image=marked(reading.image, reading.mask, shown, self.classes))
 
 
+def are_copies(one: Samples, other: Samples) -> bool:
+    """Whether both are the same samples, with other marks."""
+    return isinstance(one, Planted) and isinstance(other, Planted) and one.samples is other.samples
+
+
 def marked(image: Tensor, mask: Tensor, shown: int, classes: int) -> Tensor:
     """The image with the mark of class `shown`, or the image itself if its background has no room."""
     height, width = image.shape[-2:]

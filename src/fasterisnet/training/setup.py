@@ -14,6 +14,7 @@ from torch import nn
 from fasterisnet.data.base import Samples, Source
 from fasterisnet.data.loader import check_workers
 from fasterisnet.data.pictures import readable
+from fasterisnet.data.planted import are_copies
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import are_chances
@@ -128,12 +129,16 @@ def check_classes_of(samples: Samples, source: Source, what: str) -> None:
 
 
 def _check_groups(config: Config, source: Source) -> None:
-    """Nobody (no patient) is trained on and validated or tested with, nor chosen and tested with."""
+    """Nobody (no patient) is trained on and validated or tested with, nor chosen and tested with.
+
+    The validation set may be there a second time with other marks, as `tune` wants it.
+    """
     chosen = [name for name in ("train", config.validation) if name in source.splits]
     for name in chosen:
         mine = _groups(source.splits[name])
         for other, samples in source.splits.items():
-            both = mine & _groups(samples) if mine and other != name else set()
+            known = other == name or are_copies(source.splits[name], samples)
+            both = mine & _groups(samples) if mine and not known else set()
             if both:
                 raise InputError(
                     f"{len(both)} groups or patients are in the splits '{readable(name)}' and '{readable(other)}' at "
