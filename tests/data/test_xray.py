@@ -6,6 +6,7 @@ import csv
 import io
 import pickle
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,12 @@ import torch
 from PIL import Image
 
 from fasterisnet.data.base import BadImageError, Samples
+from fasterisnet.data.check import check_data
+from fasterisnet.data.sources import open_source
 from fasterisnet.data.xray import Xrays, xray_source
 from fasterisnet.errors import InputError
+from fasterisnet.runs.config import Config
+from fasterisnet.training.setup import check_groups
 
 COLUMNS = "id,source,label,patient,view,image,mask,mask_human,licence,split_covid,split_mixed".split(",")
 # source, label, patient, split_covid, split_mixed
@@ -159,3 +164,15 @@ def test_other_requests_are_refused(tmp_path: Path) -> None:
         xray_source(tmp_path)
     with pytest.raises(InputError, match="not a folder"):
         xray_source(tmp_path / "absent")
+
+
+def test_patients_of_splits_that_are_there_with_and_without_marks(tmp_path: Path, contents: dict[str, bytes]) -> None:
+    """`tune` chooses on such a copy: it is trained on, and the data check finds nobody in two splits."""
+    data = f"xray:{store(tmp_path, contents, True)}?bias=mark"
+    assert check_data(data).found("group") is None
+    source = open_source(data)
+    for validation in ("val", "val_unbiased"):
+        check_groups(Config(data=data, validation=validation), source)
+    twice = replace(source, splits={**source.splits, "other": source.splits["val"]})
+    with pytest.raises(InputError, match="'val' and 'other'"):
+        check_groups(Config(data=data), twice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,11 +41,14 @@ class Samples(Protocol):
 class Source:
     """A data set: its classes and its splits (`train`, maybe `val`, and tests). Labels of a multi-label task are
     tuples with a number for each class, others the index of the class.
+
+    copies: of a split that holds the samples of another one again, with other marks or none, which other one that is.
     """
 
     classes: list[str]
     splits: dict[str, Samples]
     multi_label: bool = False
+    copies: dict[str, str] = field(default_factory=dict)
 
     def split(self, name: str) -> Samples:
         """The samples of one split."""

@@ -216,7 +216,8 @@ def _of_source(data: AnyPath, source: Source) -> tuple[Listing, list[tuple[Sampl
             label = samples.label(i)
             chosen = [label] if isinstance(label, int) else [k for k, value in enumerate(label) if value]
             labels = tuple(source.classes[k] for k in chosen)
-            listing.records.append(Record(samples.name(i), split, labels, group=samples.group(i), site=site(i) or None))
+            group = None if split in source.copies else samples.group(i)
+            listing.records.append(Record(samples.name(i), split, labels, group=group, site=site(i) or None))
             places.append((samples, i))
     return listing, places
 

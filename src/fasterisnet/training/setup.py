@@ -14,7 +14,6 @@ from torch import nn
 from fasterisnet.data.base import Samples, Source
 from fasterisnet.data.loader import check_workers
 from fasterisnet.data.pictures import readable
-from fasterisnet.data.planted import are_copies
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import are_chances
@@ -111,7 +110,7 @@ def check_options(config: Config) -> None:
 
 def check_data(config: Config, source: Source) -> None:
     """What would make a training worthless, before it begins."""
-    _check_groups(config, source)
+    check_groups(config, source)
     if source.multi_label:
         return
     if len(source.classes) < 2:
@@ -128,17 +127,14 @@ def check_classes_of(samples: Samples, source: Source, what: str) -> None:
         raise InputError(f"The split 'train' has no {what} of {names}; `fasterisnet data check` says more.")
 
 
-def _check_groups(config: Config, source: Source) -> None:
-    """Nobody (no patient) is trained on and validated or tested with, nor chosen and tested with.
-
-    The validation set may be there a second time with other marks, as `tune` wants it.
-    """
+def check_groups(config: Config, source: Source) -> None:
+    """Nobody (no patient) is trained on and validated or tested with, nor chosen and tested with."""
     chosen = [name for name in ("train", config.validation) if name in source.splits]
     for name in chosen:
         mine = _groups(source.splits[name])
         for other, samples in source.splits.items():
-            known = other == name or are_copies(source.splits[name], samples)
-            both = mine & _groups(samples) if mine and not known else set()
+            alike = source.copies.get(name, name) == source.copies.get(other, other)
+            both = mine & _groups(samples) if mine and not alike else set()
             if both:
                 raise InputError(
                     f"{len(both)} groups or patients are in the splits '{readable(name)}' and '{readable(other)}' at "
