@@ -57,7 +57,7 @@ xception41 xcit_nano_12_p16_224
 vgg11_bn resnet18 resnext50_32x4d resnetaa50 resnetrs50 wide_resnet50_2 seresnet18 cspdarknet53 dla46_c gernet_s
 halonet26t lambda_resnet26t sehalonet33ts bat_resnext26ts mobilenetv2_050 mobilenet_edgetpu_v2_xs efficientnet_lite0
 efficientnet_es efficientnet_cc_b0_4e mnasnet_small spnasnet_100 fbnetc_100 semnasnet_075 tf_mixnet_s regnetv_040
-regnetz_005 swin_s3_tiny_224 vit_srelu_small_patch16_224 flexivit_small beitv2_base_patch16_224
+regnetz_005 swin_s3_tiny_224 flexivit_small beitv2_base_patch16_224
 mobilenetv4_hybrid_medium convnext_zepto_rms
 """.split()
 # HuggingFace's that need another package, take no images or have no classes of their own.

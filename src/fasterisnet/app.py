@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ def build(viewers: Sequence[Viewer]) -> Any:
     import gradio
 
     classes = [DECISION, *dict.fromkeys(name for viewer in viewers for name in viewer.card.classes)]
-    with gradio.Blocks(title="fasterisnet") as page:
+    with gradio.Blocks(title="fasterisnet", analytics_enabled=False) as page:
         gradio.Markdown(
             "# Where does it look?\nRed speaks for the class, blue against it. With a mask (white is the object) the "
             "share of the relevance outside of it is counted, and the background can be swapped for another picture."
@@ -151,9 +151,10 @@ def build(viewers: Sequence[Viewer]) -> Any:
             for viewer in viewers:
                 try:
                     view = viewer.look(pixels, chosen, way, outline, other)
-                except FasterISNetError as error:
-                    raise gradio.Error(str(error)) from error
-                found += [view.words, view.picture, view.chances]
+                except FasterISNetError as error:  # the other networks may have an answer
+                    found += [str(error), None, None]
+                else:
+                    found += [view.words, view.picture, view.chances]
             return found
 
         inputs = [image, target, explainer, mask, background]
@@ -162,11 +163,20 @@ def build(viewers: Sequence[Viewer]) -> Any:
     return page
 
 
-def serve(folders: Sequence[str], *, port: int | None = None, host: str = "127.0.0.1", trust: bool = False) -> None:
-    """Opens the page and serves it until the program is stopped. Nothing leaves this machine."""
+def serve(
+    folders: Sequence[str],
+    say: Callable[[str], object],
+    *,
+    port: int | None = None,
+    host: str = "127.0.0.1",
+    trust: bool = False,
+) -> None:
+    """Opens the page, says where, and serves it until the program is stopped. Nothing leaves this machine."""
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError as error:
         raise UsageError(f"The app needs gradio: {install('app')}") from error
     page = build([Viewer.open(folder, trust=trust) for folder in folders])
-    page.launch(server_name=host, server_port=port, share=False, quiet=False)
+    _, address, _ = page.launch(server_name=host, server_port=port, share=False, quiet=True, prevent_thread_lock=True)
+    say(f"Open {address} in a browser; Ctrl-C ends it.")
+    page.block_thread()

@@ -99,6 +99,11 @@ def remove_leftovers(folder: Path, *, of_anyone: bool = False) -> list[str]:
     return gone
 
 
+def readable(path: str | os.PathLike[str]) -> str:
+    """A path for messages: what cannot be printed (bytes that are not UTF-8, line breaks) becomes an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(path))
+
+
 def file_name(text: str) -> str:
     """Any text as a part of a file name: what could be a path or cannot be printed is written as %XX."""
     name = "".join(c if c.isprintable() and c not in RESERVED else quote(c, "", errors="surrogatepass") for c in text)

@@ -285,7 +285,7 @@ def test_slices_of_a_volume_are_samples_and_belong_together(tmp_path: Path) -> N
     assert len(groups[0] | groups[1]) == 4 and not groups[0] & groups[1]
     with pytest.raises(BadImageError, match="label map of 0, 1, 2"):
         read_mask(nifti(tmp_path / "all.nii", np.arange(3, dtype=np.int16).repeat(200).reshape(20, 30)))
-    with pytest.raises(BadImageError, match=r"run from -999 to 999; .*--window"):
+    with pytest.raises(BadImageError, match=r"from -999 to 999; .*--window"):
         open_source(tmp_path).split("train").read(0)
     with pytest.raises(BadImageError, match="3 slices"):
         read_image(tmp_path / "train/a/0.nii", "auto")

@@ -95,10 +95,45 @@ def test_depths_of_other_networks(build: Callable[[], nn.Module], depths: list[s
     assert supervised_depths(build().eval(), torch.rand(2, 3, 64, 64)) == depths
 
 
+def test_a_module_under_two_names() -> None:
+    shared = nn.Conv2d(4, 4, 3, padding=1)
+
+    def stage(inputs: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inputs, 4, 3, 2, 1), nn.ReLU(), shared, nn.Conv2d(4, 4, 3, padding=1))
+
+    model = nn.Sequential(stage(3), stage(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    assert supervised_depths(model.eval(), torch.rand(2, 3, 32, 32)) == ["0", "1"]
+
+
 def test_a_network_without_maps_is_refused() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(360, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     with pytest.raises(FasterISNetError, match="name modules"):
         fi.Stochastic(ranges=RANGES, deep_supervision=True).loss(model, *batch())
+
+
+@pytest.mark.parametrize("method", [fi.Dual, fi.Stochastic, fi.Selective])
+def test_depths_are_those_of_the_calibration(method: Any) -> None:
+    """What `deep_supervision` is if nobody says it: as True if calibrated, the input alone with a pair (C1, C2)."""
+    model, (images, labels, masks) = net(), batch()
+
+    def heatmap(**settings: Any) -> float:
+        torch.manual_seed(3)
+        return float(method(**settings).loss(model, images, labels, masks).heatmap)
+
+    ranges = fi.calibrate(method(), model, [(images, labels)] * 2, epochs=1)
+    assert list(ranges.depths) == ["input", *supervised_depths(model, images)]
+    assert heatmap(ranges=ranges) == heatmap(ranges=ranges, deep_supervision=True)
+    assert heatmap(ranges=RANGES) == heatmap(ranges=RANGES, deep_supervision=False) != heatmap(ranges=ranges)
+    again = method(ranges=fi.Ranges({"input": ranges.depths["input"]}))
+    assert list(fi.calibrate(again, model, [(images, labels)] * 2, epochs=1).depths) == list(ranges.depths)
+
+
+def test_without_maps_the_input_is_supervised() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(360, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    method, (images, labels, masks) = fi.Stochastic(), batch()
+    method.ranges = fi.calibrate(method, model, [(images, labels)], epochs=1)
+    assert list(method.ranges.depths) == ["input"]
+    assert bool(torch.isfinite(method.loss(model, images, labels, masks).total))
 
 
 def test_depths_follow_the_model() -> None:
@@ -203,7 +238,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "labels of no type": ({"labels": [0, 1, 2, 3]}, "has to be a tensor"),
     "no ranges": ({"ranges": None}, "calibrate"),
     "ranges of another method": ({"ranges": fi.Ranges({"input": Range((1.0, 1.0), (2.0, 2.0))})}, "calibrate"),
-    "ranges of another depth": ({"ranges": fi.Ranges({"layer1": Range((1.0,), (2.0,))})}, "calibrate"),
+    "ranges of another depth": (
+        {"ranges": fi.Ranges({"layer1": Range((1.0,), (2.0,))}), "deep_supervision": False}, "calibrate"
+    ),
     "layer without maps": ({"deep_supervision": ["8"]}, "not a map"),
 }  # fmt: skip
 
@@ -223,7 +260,7 @@ def test_bad_input_is_refused(case: str) -> None:
     [
         {"heatmap_weight": 1.5}, {"heatmap_weight": "0.9"}, {"heatmap_weight": []}, {"decay": -0.1}, {"e": -1.0},
         {"epsilon": -0.01}, {"ranges": (2.0, 1.0)}, {"ranges": (1.0, 2.0, 3.0)}, {"deep_supervision": "layer1"},
-        {"deep_supervision": None}, {"background_weight": -1.0},
+        {"deep_supervision": 3}, {"background_weight": -1.0},
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:

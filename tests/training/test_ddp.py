@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
 def trained(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     done = driven(folder, {**OPTIONS, **changes})
     assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr
     state = Run(folder).load_state()
     assert state is not None
     with (folder / "metrics.csv").open() as file:
@@ -31,11 +32,17 @@ def trained(folder: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "masks"), [("stochastic", 1.0), ("dual", 0.4)])
-def test_two_processes_are_one(tmp_path: Path, method: str, masks: float) -> None:
-    """Also when masks are missing, and one process has more of them than the other."""
-    one, metrics = trained(tmp_path / "one", method=method, mask_share=masks)
-    two, logged = trained(tmp_path / "two", method=method, mask_share=masks, devices=2)
+@pytest.mark.parametrize(
+    ("method", "masks", "deep"), [("stochastic", 1.0, False), ("dual", 0.4, False), ("selective", 0.2, True)]
+)
+def test_two_processes_are_one(tmp_path: Path, method: str, masks: float, deep: bool) -> None:
+    """Also when masks are missing, and one process has more of them than the other, or the only ones.
+
+    With deep supervision both rank the depths as one process would.
+    """
+    changes = {"method": method, "mask_share": masks, "deep_supervision": deep}
+    one, metrics = trained(tmp_path / "one", **changes)
+    two, logged = trained(tmp_path / "two", devices=2, **changes)
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert value.dtype == torch.float64

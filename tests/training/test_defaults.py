@@ -93,6 +93,8 @@ def test_what_is_automatic() -> None:
     assert Config(data="D").lr == Config(data="D", optimizer="adamw").lr < Config(data="D", optimizer="sgd").lr
     assert Config(data="D", pretrained="w.pt").lr < Config(data="D").lr
     assert Config(data="D", lr=0.3, optimizer="sgd").lr == 0.3
+    assert [Config(data="D", method=name).deep_supervision for name in ("selective", "original")] == ["auto", False]
+    assert Config.of({"data": "D", "preset": "paper"}).deep_supervision is False
     weights = {name: Config(data="D", method=name).heatmap_weight for name in ("stochastic", "dual", "standard")}
     assert 0.5 <= weights["stochastic"] < 1 and 0.5 <= weights["dual"] < 1 and weights["standard"] == "auto"
     for option in ("lr", "decay"):

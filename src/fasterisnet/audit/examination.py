@@ -17,7 +17,6 @@ from fasterisnet.data.base import Label, Samples, Subset
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.attention import (
-    are_chances,
     background_area,
     background_mass,
     decisions,
@@ -38,6 +37,7 @@ from fasterisnet.evaluation.intervals import Estimate, Groups, average, share
 from fasterisnet.evaluation.metrics import GOLDEN, classification_metrics, log_odds
 from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.evaluation.reliability import reliability
+from fasterisnet.losses import are_chances
 
 CACHED = 400_000_000  # bytes of prepared images kept in memory
 FEW = 30  # sources that get a row each; more of them are patients

@@ -80,7 +80,7 @@ def _write_result(recipe: Recipe, run: Run, config: Config, result: Path, comman
     }
     calibration = run.path("calibration.json")
     if calibration.exists():
-        content["ranges"] = json.loads(calibration.read_text(encoding="utf-8"))
+        content["ranges"] = read_json(calibration)
     write_text(result, json.dumps(content, indent=1) + "\n")
 
 

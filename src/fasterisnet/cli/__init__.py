@@ -19,13 +19,6 @@ from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.extras import install_module
 
 COMMANDS = (train, tune, evaluate, explain, audit, export, data, benchmark, app, demo)
-# What other programs call our options; spelling alone would not lead there.
-MEANT = {
-    "--learning-rate": "--lr", "--learning_rate": "--lr", "--optimiser": "--optimizer", "--batch-size": "--batch",
-    "--batch_size": "--batch", "--num-workers": "--workers", "--num_workers": "--workers", "--gpu": "--accelerator gpu",
-    "--gpus": "--accelerator gpu", "--cuda": "--accelerator gpu", "--cpu": "--accelerator cpu",
-    "--device": "--accelerator", "--image-size": "--size", "--img-size": "--size",
-}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,13 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
     """Ends with the usage of the command that was meant and the option nearest to the one that was written."""
-    from fasterisnet.runs.config import nearest
+    from fasterisnet.runs.config import nearest_option
 
     word = unknown[0].partition("=")[0]
     known = [flag for action in options.parser._actions for flag in action.option_strings]
-    meant = MEANT.get(word, "")
-    hint = nearest(word, known) if word.startswith("-") else "."
-    hint = f"; did you mean '{meant}'?" if meant.partition(" ")[0] in known else hint
+    hint = nearest_option(word, known, "--") if word.startswith("-") else "."
     options.parser.error(f"unknown {'option' if word.startswith('-') else 'word'} '{word}'{hint}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from fasterisnet.cli.arguments import DONE, command, count
@@ -24,5 +25,5 @@ def work(options: argparse.Namespace) -> int:
     """Does it; returns the exit code."""
     from fasterisnet.app import serve
 
-    serve(options.runs, port=options.port, host=options.host, trust=options.trust)
+    serve(options.runs, partial(print, flush=True), port=options.port, host=options.host, trust=options.trust)
     return DONE

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fasterisnet.errors import UsageError
+from fasterisnet.files import readable
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -85,5 +86,7 @@ def told(error: Exception) -> str:
 
 
 def say_error(text: str) -> None:
-    """One line; of several processes of a run only the first one speaks of what all of them know."""
-    print(f"fasterisnet: {' '.join(text.split())}", file=sys.stderr)
+    """One line, in which no name moves the cursor; of several processes of a run only the first one speaks of what all
+    of them know.
+    """
+    print(f"fasterisnet: {readable(' '.join(text.split()))}", file=sys.stderr)

@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
 
 def work(options: argparse.Namespace) -> int:
     """Does it; returns the exit code."""
+    from fasterisnet.files import readable
     from fasterisnet.runs.device import chosen_device
     from fasterisnet.runs.explain import explain_files
 
@@ -37,5 +38,5 @@ def work(options: argparse.Namespace) -> int:
         [options.run, *options.compare], options.images, options.out, target=options.target, masks=options.masks,
         rule=options.rule, window=options.window, trust=options.trust, device=chosen_device(options.accelerator),
     ):  # fmt: skip
-        print(path)
+        print(readable(path))
     return DONE

@@ -62,20 +62,25 @@ def work(options: argparse.Namespace) -> int:
             )  # fmt: skip
     except KeyboardInterrupt as error:
         if is_first_process():
-            say_error(f"{str(error) or 'stopped'}; {resume_hint(config)}")
+            hint = f"; {resume_hint(config)}" if _begun(config.out) else ""
+            say_error(f"{str(error) or 'stopped'}{hint}")
         return getattr(error, "code", INTERRUPTED)
     except (UsageError, LostProcessError, NonFiniteError):
         raise
     except (FasterISNetError, OSError) as error:
-        begun = (Path(config.out) / "state.pt").exists()
         text = told(error)
-        say_error(f"{text}{'' if text.endswith('.') else '.'} {resume_hint(config)}" if begun else text)
+        say_error(f"{text}{'' if text.endswith('.') else '.'} {resume_hint(config)}" if _begun(config.out) else text)
         return FAILED
     if is_first_process():
         if config.audit:
             audit_run(run, config.audit, watcher.say, trust=trust)
         print(f"Done: {run.folder} (weights: best.safetensors, tests: report.md{_page_of(run.folder)})")
     return DONE
+
+
+def _begun(out: str) -> bool:
+    """Whether there is a state to go on from."""
+    return (Path(out) / "state.pt").exists()
 
 
 def _page_of(folder: Path) -> str:

@@ -19,8 +19,8 @@ from fasterisnet.data.boxes import boxes_to_mask
 from fasterisnet.data.folder import BOXES, MASKS, Finding, Listing, looked_for, size_mismatch
 from fasterisnet.data.manifest import Record
 from fasterisnet.data.masks import CLEAR, listed
-from fasterisnet.data.pictures import SIXTEEN_BITS, Picture, is_image_name, pages_of, read_bytes, readable, stem_of
-from fasterisnet.data.reader import Reader, kind_of
+from fasterisnet.data.pictures import SIXTEEN_BITS, Picture, pages_of, read_bytes, readable, stem_of
+from fasterisnet.data.reader import NoWindowError, Reader, is_image_file, kind_of
 from fasterisnet.errors import InputError
 
 AT_ONCE = 4096
@@ -146,7 +146,7 @@ def _unused(listing: Listing) -> Iterator[Finding]:
             for name in sorted(files):
                 path = os.path.join(folder, name)
                 known = path in used if part == MASKS else os.path.splitext(os.path.relpath(path, top))[0] in stems
-                wanted = is_image_name(name) if part == MASKS else name.lower().endswith(".xml")
+                wanted = is_image_file(path) if part == MASKS else name.lower().endswith(".xml")
                 if wanted and not known and not name.startswith("."):
                     yield Finding("mask without image", f"{readable(path)}: there is no image of this name")
 
@@ -248,7 +248,8 @@ def _examine(record: Record, reader: Reader) -> Examined:
             if pages > 1:
                 findings.append(Finding("pages", f"{record.name}: holds {pages} pictures"))
         except InputError as error:
-            findings.append(Finding("image", str(error).removesuffix(".")))
+            kind = "window" if isinstance(error, NoWindowError) else "image"
+            findings.append(Finding(kind, str(error).removesuffix(".")))
     usable, framed = False, None
     if record.mask is not None:
         found, usable, framed = _examine_mask(record, reader, picture)
@@ -267,6 +268,7 @@ def _examine(record: Record, reader: Reader) -> Examined:
 def _examine_mask(record: Record, reader: Reader, picture: Picture | None) -> tuple[list[Finding], bool, bool | None]:
     """What is wrong with a mask, whether it can be used, and whether its whole border is the object."""
     path = record.mask or ""
+    name = record.named(path)
     problem = _no_file(path, "mask")
     if problem is not None:
         return [problem], False, None
@@ -277,12 +279,13 @@ def _examine_mask(record: Record, reader: Reader, picture: Picture | None) -> tu
     findings: list[Finding] = []
     if mask.verdict in CLEAR:
         labels = f": none of its labels {listed(mask.values)} is chosen" if reader.foreground else ""
-        findings += _extent(mask.foreground, path, labels)
+        findings += _extent(mask.foreground, name, labels)
     usable = mask.verdict in CLEAR and not findings
     if mask.verdict == "soft":
-        findings.append(Finding("soft", f"{readable(path)}: has values between black and white"))
+        findings.append(Finding("soft", f"{name}: has values between black and white"))
     elif mask.verdict != "binary":
-        findings.append(Finding(mask.verdict, f"{readable(path)}: {mask.problem}"))
+        all_of_them = f" (all but the background: --foreground {mask.labels})" if mask.verdict == "labels" else ""
+        findings.append(Finding(mask.verdict, f"{name}: {mask.problem}{all_of_them}"))
     framed = _framed(mask.foreground) if usable else None
     if picture is None:
         return findings, usable, framed
@@ -321,11 +324,11 @@ def _no_file(path: str, kind: str) -> Finding | None:
     return Finding(kind if there else "missing", f"{readable(path)}: {'is not a file' if there else 'does not exist'}")
 
 
-def _extent(mask: Tensor, path: str, why_empty: str = "") -> list[Finding]:
+def _extent(mask: Tensor, name: str, why_empty: str = "") -> list[Finding]:
     """Whether there is both foreground and background."""
     if not mask.any():
-        return [Finding("empty", readable(path) + why_empty)]
-    return [Finding("full", readable(path))] if mask.all() else []
+        return [Finding("empty", name + why_empty)]
+    return [Finding("full", name)] if mask.all() else []
 
 
 def _levels(top: int) -> int:

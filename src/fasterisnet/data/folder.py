@@ -29,9 +29,8 @@ from torch import Tensor
 from fasterisnet.data.base import BadImageError, Label, Reading, Samples, Source
 from fasterisnet.data.boxes import Box, boxes_of, boxes_to_mask, opencv, read_coco, read_voc, refine
 from fasterisnet.data.manifest import AnyPath, Columns, Record, RowError, Table, is_manifest
-from fasterisnet.data.medical import starts_as_dicom
 from fasterisnet.data.pictures import Window, is_image_name, readable, stem_of
-from fasterisnet.data.reader import Reader
+from fasterisnet.data.reader import Reader, is_image_file
 from fasterisnet.errors import InputError
 
 MASKS, BOXES = "masks", "boxes"
@@ -157,7 +156,8 @@ def _source(listing: Listing, classes: Sequence[str] | None, refine_boxes: bool,
     """The listing as a data set, if nothing keeps it from being one."""
     broken = [finding for finding in listing.broken if classes is None or finding.kind != NO_TRAIN]
     if broken:
-        more = f" There are {len(broken) - 1} more problems; `fasterisnet data check` lists all." if broken[1:] else ""
+        check = f"`fasterisnet data check {readable(listing.root)}` lists all"
+        more = f" There are {len(broken) - 1} more problems; {check}." if broken[1:] else ""
         raise InputError(f"{broken[0].message}.{more}")
     names = listing.classes if classes is None else list(classes)
     differing = set(names) ^ set(listing.classes) if listing.multi_label else set(listing.classes) - set(names)
@@ -218,7 +218,7 @@ def list_folder(path: AnyPath, *, boxes: AnyPath | None = None) -> Listing:
 
 def _list_class(listing: Listing, split: str, name: str) -> None:
     """The images of one class in one split."""
-    masks = _by_stem(listing, os.path.join(listing.root, MASKS, split, name), is_image_name)
+    masks = _by_stem(listing, os.path.join(listing.root, MASKS, split, name), is_image_file)
     boxes = _by_stem(
         listing, os.path.join(listing.root, BOXES, split, name), lambda file: file.lower().endswith(".xml")
     )
@@ -227,7 +227,7 @@ def _list_class(listing: Listing, split: str, name: str) -> None:
     for entry in _visible(listing, folder):
         if _is_folder(entry):
             listing.odd.append(Finding("stray", f"{readable(entry.path)}: is a folder inside a class"))
-        elif not is_image_name(entry.name) and not (entry.is_file() and starts_as_dicom(entry.path)):
+        elif not is_image_file(entry.path):
             listing.odd.append(Finding("stray", f"{readable(entry.path)}: is not named like an image"))
         else:
             stem = entry.name if entry.name in masks else stem_of(entry.name)
@@ -246,13 +246,13 @@ def _by_stem(listing: Listing, folder: str, wanted: Callable[[str], bool]) -> di
     """Files by name without suffix; of two with the same, the PNG, else the first."""
     if not os.path.isdir(folder):
         return {}
-    files = [entry for entry in _visible(listing, folder) if wanted(entry.name) and not _is_folder(entry)]
+    files = [entry for entry in _visible(listing, folder) if not _is_folder(entry) and wanted(entry.path)]
     files.sort(key=lambda entry: (not entry.name.lower().endswith(".png"), entry.name), reverse=True)
     return {_stem(entry.name): entry.path for entry in files}
 
 
 def _stem(name: str) -> str:
-    return stem_of(name) if is_image_name(name) else os.path.splitext(name)[0]
+    return os.path.splitext(name)[0] if name.lower().endswith(".xml") else stem_of(name)
 
 
 def _visible(listing: Listing, folder: str) -> list[os.DirEntry[str]]:
@@ -305,7 +305,8 @@ def _masks_like(root: str, stem: str) -> list[str]:
     for top in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
         if any(word in top.lower() for word in ("mask", "seg", "label", "annot")):
             for folder, _, files in os.walk(os.path.join(root, top)):
-                found += (os.path.relpath(os.path.join(folder, name), root) for name in files if is_image_name(name))
+                paths = (os.path.join(folder, name) for name in files)
+                found += (os.path.relpath(path, root) for path in paths if is_image_file(path))
     return sorted(name for name in found if stem in os.path.basename(name)) or sorted(found)[:1000]
 
 

@@ -50,7 +50,11 @@ class Record(NamedTuple):
     @property
     def name(self) -> str:
         """For messages."""
-        return readable(self.image) + ("" if self.slice is None else f", slice {self.slice}")
+        return self.named(self.image)
+
+    def named(self, path: str) -> str:
+        """A file of it, its mask say, for messages."""
+        return readable(path) + ("" if self.slice is None else f", slice {self.slice}")
 
     def expanded(self) -> Iterator[Record]:
         """With what the header of a medical file tells, one for each slice; slices of a file belong together."""

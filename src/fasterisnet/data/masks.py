@@ -57,12 +57,16 @@ class StoredMask(NamedTuple):
     @property
     def remedy(self) -> str:
         """What makes it clear."""
-        chosen = ",".join(f"{value:g}" for value in self.values if value not in (0, _VOID))
         return (
-            f"say which labels are the object, as in --foreground {chosen} or DIR?foreground={chosen}"
+            f"say which labels are the object, as in --foreground {self.labels} or DIR?foreground={self.labels}"
             if self.verdict == "labels"
             else "save masks with 0 and 255 only, or choose labels with --foreground"
         )
+
+    @property
+    def labels(self) -> str:
+        """Those it has besides what belongs to nothing, as `--foreground` takes them."""
+        return ",".join(f"{value:g}" for value in self.values if value not in (0, _VOID))
 
 
 def listed(values: tuple[float, ...]) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fasterisnet.data.base import BadImageError
 from fasterisnet.data.medical import DICOM_SUFFIXES, NIFTI_SUFFIXES, Pixels
 from fasterisnet.errors import InputError
-from fasterisnet.files import read_file
+from fasterisnet.files import read_file, readable
 
 AnyPath = str | os.PathLike[str]
 Window = tuple[float, float] | Literal["auto"]
@@ -50,11 +50,6 @@ class Picture(NamedTuple):
     image: Tensor
     top: int | None = None
     turned: bool = False
-
-
-def readable(path: AnyPath) -> str:
-    """A path for messages: what cannot be printed (bytes that are not UTF-8, line breaks) becomes an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in os.fspath(path))
 
 
 def suffix_of(name: str) -> str:

@@ -20,6 +20,10 @@ from fasterisnet.errors import FasterISNetError, InputError
 Result = TypeVar("Result")
 
 
+class NoWindowError(BadImageError):
+    """A picture whose values have no black and white of their own."""
+
+
 @dataclass(frozen=True)
 class Reader:
     """foreground: the labels that are the object, none for masks that are black and white. window: what of files with
@@ -60,9 +64,9 @@ class Reader:
         if values.dtype == np.uint8:
             return Picture(as_image(values))
         if self.window is None:
-            raise ValueError(
-                f"its values run from {low:g} to {high:g}; say what is black and what is white with --window low,high, "
-                "or auto for all of it"
+            raise NoWindowError(
+                f"{readable(path)}: has values from {low:g} to {high:g}; --window has to say what of them is black and "
+                "white."
             )
         window = (low, high) if self.window == "auto" else self.window
         return Picture(as_image(shown(medical.Pixels(values, low, high), window)))
@@ -98,6 +102,12 @@ def kind_of(path: AnyPath) -> str:
     return "picture"
 
 
+def is_image_file(path: AnyPath) -> bool:
+    """Whether a file holds an image: by its name, or because it begins as DICOM does, which has any name."""
+    named = bool(image_suffix(os.path.basename(os.fspath(path))))
+    return named or (os.path.isfile(path) and medical.starts_as_dicom(path))
+
+
 def _nifti_labels(path: AnyPath, number: int | None) -> np.ndarray:
     return medical.nifti_values(path, number)[0]
 
@@ -108,6 +118,8 @@ def _careful(path: AnyPath, work: Callable[[], Result]) -> Result:
         raise BadImageError(f"{readable(path)}: {'is not a file' if os.path.exists(path) else 'does not exist'}.")
     try:
         return work()
+    except BadImageError:
+        raise
     except InputError as error:  # a package is missing
         raise InputError(f"{readable(path)}: {error}") from error
     except FasterISNetError:

@@ -18,8 +18,6 @@ from fasterisnet.losses import has_foreground, prepare_masks
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.lrp.small_maps import SmallMaps
 
-ROUNDING = 1e-4  # of a sum of probabilities
-
 
 def background_mass(maps: Tensor, masks: Tensor) -> Tensor:
     """`sum |R| outside the mask / sum |R|` of every sample; NaN without a mask, or if the map is zero or not finite."""
@@ -65,11 +63,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def are_chances(outputs: Tensor) -> bool:
-    """Whether outputs are probabilities of classes rather than logits."""
-    return bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < ROUNDING).all())
 
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:

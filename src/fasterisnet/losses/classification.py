@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fasterisnet.errors import InputError
 
+_ROUNDING = 1e-4  # of a sum of probabilities
 _WEIGHTS: ContextVar[Tensor | None] = ContextVar("weights", default=None)
 
 
@@ -31,6 +32,11 @@ def class_weights(weights: Tensor | None) -> Iterator[None]:
 def is_multi_label(logits: Tensor, labels: Tensor) -> bool:
     """Whether labels are (batch, classes) with classes > 1: several may be true at once."""
     return logits.shape[1] > 1 and isinstance(labels, Tensor) and labels.ndim == 2
+
+
+def are_chances(outputs: Tensor) -> bool:
+    """Whether outputs are probabilities of classes rather than logits."""
+    return len(outputs) > 0 and bool((outputs >= 0).all()) and bool(((outputs.sum(1) - 1).abs() < _ROUNDING).all())
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fasterisnet.backgrounds import blurred, has_background, painted, palette_of, uncovered
@@ -14,6 +14,7 @@ from fasterisnet.errors import InputError
 from fasterisnet.losses import Masks, fitting_masks, has_foreground
 from fasterisnet.lrp.logits import plain
 from fasterisnet.methods.base import Method, Parts, Standard, register_method
+from fasterisnet.methods.processes import exchanged, together
 
 Fill = Literal["mean", "noise", "blur"]
 FILLS: tuple[Fill, ...] = ("mean", "noise", "blur")
@@ -124,18 +125,12 @@ def whole_batch(images: Tensor, mask: Tensor, draws: Method) -> tuple[Tensor, Te
 
     Every process tells the others; one that has no part of the batch has nothing to do with it.
     """
-    rank, processes = draws.share
-    if processes == 1 or not (distributed.is_available() and distributed.is_initialized()):
+    rank, processes = draws.share[0], together(draws)
+    if processes == 1:
         return images, mask, torch.arange(len(images), device=images.device)
     count = len(images) * processes if draws.batch is None else draws.batch
-    mine = torch.cat([images, mask.to(images)], 1).contiguous()
-    sizes = [len(range(other, count, processes)) for other in range(processes)]
-    parts = [mine if other == rank else mine.new_empty(size, *mine.shape[1:]) for other, size in enumerate(sizes)]
-    others = [other for other in range(processes) if other != rank]
-    exchange = [distributed.P2POp(distributed.isend, mine, other) for other in others]
-    exchange += [distributed.P2POp(distributed.irecv, parts[other], other) for other in others]
-    for request in distributed.batch_isend_irecv(exchange):
-        request.wait()
+    mine = torch.cat([images, mask.to(images)], 1)
+    parts = exchanged(mine, draws, [len(range(other, count, processes)) for other in range(processes)])
     whole = mine.new_empty(count, *mine.shape[1:])
     for other, part in enumerate(parts):
         whole[other::processes] = part

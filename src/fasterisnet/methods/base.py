@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fasterisnet.errors import InputError, UsageError
-from fasterisnet.losses import Masks, classification_loss
+from fasterisnet.losses import Masks, are_chances, classification_loss
 from fasterisnet.lrp.logits import logits_in, plain
 from fasterisnet.lrp.small_maps import SmallMaps
 from fasterisnet.methods.ranges import decoded, encoded
@@ -87,6 +87,7 @@ class Method(ABC):
     batch: int | None = None
     classification: Loss | None = None
     attached_logits: bool = False
+    _seen: bool = False
 
     def __init__(self, *, classification: Loss | None = None, attached_logits: bool = False) -> None:
         if classification is not None and not callable(classification):
@@ -108,12 +109,23 @@ class Method(ABC):
     def classify(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The classification loss."""
         if self.classification is None:
+            self._expect_logits(logits)
             return classification_loss(logits, labels)
         loss = self.classification(logits.float() if logits.dtype in HALF else logits, labels)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise InputError(f"classification returned {found}; it has to return one number, the mean over the batch.")
         return loss
+
+    def _expect_logits(self, outputs: Tensor) -> None:
+        """Refuses a network that ends with a softmax. Looks once: now and then logits are like chances by chance."""
+        if not self._seen and outputs.ndim == 2 and outputs.shape[1] > 1 and are_chances(outputs.detach()):
+            raise InputError(
+                "The model returned probabilities (no output is negative, and those of each image sum to 1), so it "
+                "ends with a softmax; the loss needs logits, so leave it out, or give a loss for probabilities as "
+                "classification=."
+            )
+        self._seen = True
 
     def shown(self, logits: Tensor) -> Tensor:
         """Logits as `parts` holds them."""

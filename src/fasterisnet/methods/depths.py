@@ -33,6 +33,17 @@ def supervised_depths(model: nn.Module, images: Tensor) -> list[str]:
     They are the input of the first stage (a part with several layers), the outputs after which the resolution drops,
     and the input of the head. For a ResNet: maxpool, layer1, layer2, layer3, layer4.
     """
+    found = found_depths(model, images)
+    if not found:
+        raise InputError(
+            "No module of this model returns maps with the aspect ratio of the images, so there is nothing to "
+            "supervise by default; name modules in deep_supervision=[...]."
+        )
+    return found
+
+
+def found_depths(model: nn.Module, images: Tensor) -> list[str]:
+    """The same, or none if no module returns maps."""
     found = _FOUND.setdefault(model, {})
     size = tuple(images.shape[1:])
     if size not in found:
@@ -45,10 +56,7 @@ def _search(model: nn.Module, images: Tensor) -> list[str]:
     spine = _spine(model, "", runs)
     spine = _shrinking([name for name in spine if runs[name].size is not None], runs)
     if not spine:
-        raise InputError(
-            "No module of this model returns maps with the aspect ratio of the images, so there is nothing to "
-            "supervise by default; name modules in deep_supervision=[...]."
-        )
+        return []
     modules = dict(model.named_modules())
     stages = [i for i, name in enumerate(spine) if _layers_in(modules[name]) > 1]
     first = stages[0] if stages else 0
@@ -74,7 +82,8 @@ def _shrinking(names: list[str], runs: dict[str, Run]) -> list[str]:
 
 
 def _runs(model: nn.Module, images: Tensor) -> dict[str, Run]:
-    runs = {name: Run(name) for name, _ in model.named_modules()}
+    modules = list(model.named_modules(remove_duplicate=False))
+    runs = {name: Run(name) for name, _ in modules}
     clock = iter(range(10**9))
 
     def hook(name: str) -> Callable[..., None]:
@@ -85,7 +94,7 @@ def _runs(model: nn.Module, images: Tensor) -> dict[str, Run]:
 
         return record
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules if name]
     try:
         with observing(model), torch.no_grad():
             model(images)

@@ -27,6 +27,7 @@ class GradInput(Original):
 class SoftmaxGradInput(ISNet):
     """Ablation: Gradient*Input of the highest softmax probability."""
 
+    default_depths = False
     default_weight: ClassVar[float] = 0.9
     rate: ClassVar[float] = 0.25
     rules_used: ClassVar[tuple[str, ...]] = ("gradient",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,13 @@ from fasterisnet.lrp.explain import check_inputs, observing, relevance_maps
 from fasterisnet.lrp.targets import AllLogits, Target
 from fasterisnet.lrp.trace import Trace
 from fasterisnet.methods.background import Background
-from fasterisnet.methods.depths import supervised_depths
+from fasterisnet.methods.depths import found_depths, supervised_depths
 from fasterisnet.methods.guided import Guided, Terms, without_autocast
+from fasterisnet.methods.processes import mean_of_all
 from fasterisnet.methods.ranges import Range, Ranges
 
 Weight = float | Sequence[float] | Callable[[int], float]
+Depths = bool | Literal["auto"] | Sequence[str]
 
 
 class ISNet(Guided):
@@ -37,12 +39,14 @@ class ISNet(Guided):
     heatmap_weight: P, a number, one for each epoch, or a function of the epoch. decay: d of GWRP, or "auto" for one
     that fits the size of the map. background_weight, foreground_weight: w1, w2. e: E. epsilon: the stabiliser of LRP.
     box: the range of the images for zB on the first layer (see `normalised_box`), None for no zB. ranges: C1 and C2,
-    from `calibrate`, or one pair for all maps. deep_supervision: False, True (depths found by themselves, see `depths`)
-    or names of modules. augment: changes the images in training. generator: for reproducible draws; see `Method` for
-    those of several processes. common: `classification` and `attached_logits`, see `Method`.
+    from `calibrate`, or one pair for all maps. deep_supervision: False, True (depths found by themselves), names of
+    modules, or "auto": those that `ranges` was calibrated for, which are all that the network has maps at. augment:
+    changes the images in training. generator: for reproducible draws; see `Method` for those of several processes.
+    common: `classification` and `attached_logits`, see `Method`.
     """
 
-    default_weight: ClassVar[float] = 0.8
+    default_weight: ClassVar[float] = 0.7
+    default_depths: ClassVar[bool | Literal["auto"]] = "auto"
     rules_used: ClassVar[tuple[str, ...]] = ("epsilon",)
     uses_box: ClassVar[bool] = True
     explainers: ClassVar[tuple[str, ...]] = ("epsilon", "zplus")
@@ -59,7 +63,7 @@ class ISNet(Guided):
         epsilon: float = 0.01,
         box: tuple[Any, Any] | None = None,
         ranges: Ranges | tuple[float, float] | None = None,
-        deep_supervision: bool | Sequence[str] = False,
+        deep_supervision: Depths | None = None,
         foreground: Foreground = "hybrid",
         augment: Background | None = None,
         generator: torch.Generator | None = None,
@@ -73,7 +77,7 @@ class ISNet(Guided):
         self.epsilon = epsilon
         self.box = box if self.uses_box else None
         self.ranges = ranges
-        self.deep_supervision = deep_supervision
+        self.deep_supervision: Depths = self.default_depths if deep_supervision is None else deep_supervision
         self.foreground: Foreground = foreground
         self.generator = generator
         self._check()
@@ -90,14 +94,10 @@ class ISNet(Guided):
         for name in ("background_weight", "foreground_weight", "e"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} is {getattr(self, name)}; it must not be negative.")
-        if not isinstance(self.deep_supervision, bool | list | tuple):
-            raise InputError("deep_supervision takes True, False or a list of module names.")
+        if self.deep_supervision != "auto" and not isinstance(self.deep_supervision, bool | list | tuple):
+            raise InputError('deep_supervision takes True, False, "auto" or a list of module names.')
         if self.ranges is not None and not isinstance(self.ranges, Ranges):
-            pair = self.ranges
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and 0 < pair[0] <= pair[1]):
-                raise InputError(
-                    f"ranges is {pair!r}; give what `calibrate` returned, or a pair (C1, C2), 0 < C1 <= C2."
-                )
+            _checked_pair(self.ranges)
         rules.table(self.rules_used[0], self.epsilon)
 
     # --- what a variant decides ------------------------------------------------------------------------------------
@@ -128,11 +128,14 @@ class ISNet(Guided):
 
     def depths(self, model: nn.Module, images: Tensor) -> list[str]:
         """The modules whose output is supervised besides the network input."""
-        if self.deep_supervision is False:
-            return []
+        if self.deep_supervision == "auto":
+            if self.ranges is None:
+                return found_depths(model, images)
+            calibrated = self.ranges.depths if isinstance(self.ranges, Ranges) else ()
+            return [depth for depth in calibrated if depth != "input"]
         if self.deep_supervision is True:
             return supervised_depths(model, images)
-        return list(self.deep_supervision)
+        return list(self.deep_supervision or ())
 
     def terms(
         self, model: nn.Module, images: Tensor, labels: Tensor, mask: Tensor, include: Tensor
@@ -147,6 +150,7 @@ class ISNet(Guided):
         """`sum |R|` (sample, map) by depth: what `calibrate` collects. Leaves the model alone."""
         check_inputs(model, images)
         method = copy.copy(self)
+        method.ranges = None
         if method.generator is None:  # `observing` puts the random state back, so draws would repeat
             method.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         with torch.inference_mode(False), observing(model):
@@ -174,6 +178,8 @@ class ISNet(Guided):
     def _heatmap_terms(self, trace: Trace, mask: Tensor, include: Tensor, model: nn.Module) -> Terms:
         """L1, L2 and `w1*L1 + w2*L2`, over all depths."""
         if not bool(include.any()):
+            if trace.captures:  # others may have masks, and wait
+                mean_of_all(trace.logits.new_zeros(1 + len(trace.captures)).detach(), 0, self)
             zero = trace.logits.sum() * 0
             return zero, zero, zero
         return self._terms_of(self._maps(trace, create_graph=torch.is_grad_enabled()), mask, include)
@@ -197,7 +203,8 @@ class ISNet(Guided):
             small = mask if depth == "input" else resize_masks(mask.amax(1, keepdim=True), m.shape[3:])
             losses.append(heatmap_loss(m, small, c1, c2, include=include, **settings))
         totals = torch.stack([loss.total for loss in losses])
-        shares = depth_shares(totals.detach())
+        ranked = mean_of_all(totals.detach(), int(include.sum()), self) if len(losses) > 1 else totals.detach()
+        shares = depth_shares(ranked)
         background = torch.stack([loss.background for loss in losses])
         foreground = torch.stack([loss.foreground for loss in losses])
         return (shares * background).sum(), (shares * foreground).sum(), (shares * totals).sum()
@@ -210,7 +217,7 @@ class ISNet(Guided):
                 "or a pair ranges=(C1, C2)."
             )
         if not isinstance(self.ranges, Ranges):
-            c1, c2 = self.ranges
+            c1, c2 = _checked_pair(self.ranges)
             return ([c1] * total)[which], ([c2] * total)[which]
         found: Range | None = self.ranges.depths.get(depth)
         if found is None:
@@ -228,3 +235,10 @@ class ISNet(Guided):
                 f"{type(self).__name__} explains softmax probabilities, which multi-label tasks do not have; "
                 "use Stochastic, Dual or Original."
             )
+
+
+def _checked_pair(pair: Any) -> tuple[float, float]:
+    """C1 and C2 for every depth, as they were given."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and 0 < pair[0] <= pair[1]):
+        raise InputError(f"ranges is {pair!r}; give what `calibrate` returned, or a pair (C1, C2), 0 < C1 <= C2.")
+    return pair[0], pair[1]

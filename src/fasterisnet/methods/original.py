@@ -26,6 +26,8 @@ class Original(ISNet):
     `parts.foreground` are numbers to log; `parts.heatmap` and `parts.total` carry the gradient.
     """
 
+    default_depths = False
+
     def __init__(self, *args: Any, maps_at_once: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if maps_at_once is not None and maps_at_once < 1:

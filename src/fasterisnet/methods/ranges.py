@@ -5,14 +5,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from fasterisnet.errors import InputError
-from fasterisnet.files import write_text
+from fasterisnet.files import read_json, write_text
 from fasterisnet.losses.calibration import VANISHED, RunningMoments, range_from_moments
 
 FORMAT = 1
@@ -67,11 +66,10 @@ class Ranges:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote and refuse anything else."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls(_depths(content))
+            return cls(_depths(read_json(path)))
         except FileNotFoundError as error:
             raise InputError(f"There is no calibration at {path}. Calibrate first, or correct the path.") from error
-        except (ValueError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise InputError(
                 f"{path} is not a calibration written by this version: {error} Calibrate again."
             ) from error

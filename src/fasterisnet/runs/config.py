@@ -45,9 +45,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "optimizer": "sgd", "lr": 1e-3, "momentum": 0.9, "schedule": "constant", "batch": 16, "clip": 1.0,
         "heatmap_weight": None, "decay": 0.9, "background_weight": 1.0, "foreground_weight": 1.0, "zb": True,
+        "deep_supervision": False,
         "calibration_epochs": 4, "calibration_batches": 0, "calibration_lr": 1e-3, "statistics_batches": 0,
         "settled": 0.0,
     },
+}  # fmt: skip
+# What other programs call our options; spelling alone would not lead there.
+MEANT = {
+    "learning-rate": "lr", "optimiser": "optimizer", "batch-size": "batch", "num-workers": "workers",
+    "gpu": "accelerator gpu", "gpus": "accelerator gpu", "cuda": "accelerator gpu", "cpu": "accelerator cpu",
+    "device": "accelerator", "image-size": "size", "img-size": "size", "output-dir": "out", "run-dir": "out",
+    "architecture": "model", "balanced": "class-weights balanced",
 }  # fmt: skip
 
 
@@ -116,7 +124,11 @@ class Config:
     mask_share: float = _option(1.0, number(0, 1), "share of the training masks that is used", rare=True)
     zb: bool = _option(False, switch, "zB rule on the first layer", rare=True, argument="box")
     deep_supervision: Any = _option(
-        False, depths, "supervise hidden maps too: true, or module names", rare=True, argument="deep_supervision"
+        AUTO,
+        automatic(depths),
+        "supervise hidden maps too: auto, true, false, or module names",
+        rare=True,
+        argument="deep_supervision",
     )
     maps_at_once: int = _option(
         0, whole(0), "original only: maps in memory together; 0 for all", rare=True, argument="maps_at_once"
@@ -255,6 +267,8 @@ class Config:
             self.lr = method_class(self.method).rate * RATES[self.optimizer][self.pretrained is not False]
         if self.heatmap_weight == AUTO:
             self.heatmap_weight = getattr(method_class(self.method), "default_weight", AUTO)
+        if self.deep_supervision == AUTO:
+            self.deep_supervision = getattr(method_class(self.method), "default_depths", False)
         self.out = self.out or f"runs/{self.method}-{Path(self.model).name.replace(':', '-')}"
 
     @classmethod
@@ -288,26 +302,29 @@ class Config:
         cleaned = {str(key).replace("-", "_"): value for key, value in values.items()}
         for key in cleaned:
             if key not in known:
-                raise UsageError(f"{path} has an unknown option '{key}'{nearest(key, known)}")
+                raise UsageError(f"{path} has an unknown option '{key}'{nearest_option(key, known)}")
         if stored:
             return cls.of({**PRESETS["paper"], **cleaned, **changes})
         config = cls.of({**cleaned, **changes})
-        config._check_given({*cleaned, *changes})
+        config._check_given(set(cleaned), set(changes))
         return config
 
-    def _check_given(self, given: set[str]) -> None:
+    def _check_given(self, stored: set[str], written: set[str]) -> None:
         """Options that would change nothing, because the method does not have them, are no mistake to be silent about.
 
-        Values that such an option has without being given are none: the file may be the config.yaml of another run.
+        stored: those of a file, which may be the config.yaml of another run: there the paper's values are no mistake.
         """
-        if "momentum" in given and self.optimizer != "sgd" and self.momentum != PRESETS["paper"]["momentum"]:
+        given, paper = stored | written, PRESETS["paper"]
+        if "momentum" in given and self.optimizer != "sgd" and self.momentum != paper["momentum"]:
             raise UsageError(f"momentum is {self.momentum}, but {self.optimizer} has none; add --optimizer sgd.")
         taken = options_of(method_class(self.method)) + (options_of(self.augmenting) if self.augmenting else [])
+        usual = Config(data=self.data, method=self.method)
         for option in fields(self):
-            argument, value = option.metadata["argument"], getattr(self, option.name)
-            idle = argument and argument not in taken and option.name in given
-            if idle and value not in (option.default, PRESETS["paper"].get(option.name, option.default)):
-                raise UsageError(f"{option.name} is {value!r}, but the method {self.method} has no such option.")
+            name, argument, value = option.name, option.metadata["argument"], getattr(self, option.name)
+            idle = argument and argument not in taken and name in given
+            same = [option.default, getattr(usual, name)]
+            if idle and value not in (same if name in written else [*same, paper.get(name, option.default)]):
+                raise UsageError(f"{name} is {value!r}, but the method {self.method} has no such option.")
 
     @property
     def augmenting(self) -> type[Method] | None:
@@ -330,3 +347,12 @@ def nearest(word: str, known: list[str]) -> str:
     """How an error about an unknown word ends."""
     close = difflib.get_close_matches(word, known, 1, 0.5)
     return f"; did you mean '{close[0]}'?" if close else f"; there are: {', '.join(known)}."
+
+
+def nearest_option(word: str, known: list[str], dashes: str = "") -> str:
+    """`nearest` for options, also by what they are called elsewhere. dashes: what each of `known` begins with."""
+    foreign = {dashes + name: dashes + own for name, own in MEANT.items()}
+    foreign = {name: own for name, own in foreign.items() if own.partition(" ")[0] in known}
+    names = {name.replace("_", "-"): name for name in known} | foreign
+    close = difflib.get_close_matches(word.replace("_", "-"), names, 1, 0.5)
+    return f"; did you mean '{names[close[0]]}'?" if close else nearest(word, known)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fasterisnet.data.pictures import is_image_name, readable, stem_of
-from fasterisnet.data.reader import Reader
+from fasterisnet.data.manifest import Record
+from fasterisnet.data.pictures import readable, stem_of
+from fasterisnet.data.reader import Reader, is_image_file
 from fasterisnet.data.sources import read_window
 from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_figure
@@ -33,7 +34,8 @@ def explain_files(
 ) -> list[Path]:
     """One picture for each image: the image, then the heatmap of every run for the target or its own decision.
 
-    images: files, and folders of them. masks: a folder of masks with the same names, or with the same folders in it.
+    images: files, and folders of them; every slice of a file that has several is one. masks: a folder of masks with the
+    same names, or with the same folders in it.
     window: what of files with more than 8 bits is black and white, if not what the run was trained with.
     """
     try:
@@ -41,22 +43,21 @@ def explain_files(
     except (ValueError, TypeError) as error:
         raise UsageError(f"window is '{window}'; it has to be low,high with low below high, or auto.") from error
     found = _found(images)
-    paths = [path for path, _ in found]
-    places = _places(paths, Path(out), Path(masks) if masks is not None else None)
+    places = _places([record for record, _ in found], Path(out), Path(masks) if masks is not None else None)
     networks = [(Path(run).name, *Run(run).load_model(trust=trust)) for run in runs]
     device = device or torch.device("cpu")
     for _, model, _ in networks:
         model.to(device)
     first = Run(runs[0])
     reader = Reader(tuple(first.config.foreground) if first.path("config.yaml").is_file() else ())
-    for (path, below), place in zip(found, places, strict=True):
-        mask = _mask_of(path, masks, below, reader)
+    for (record, below), place in zip(found, places, strict=True):
+        mask = _mask_of(record, masks, below, reader)
         maps, texts, shown = {}, [], None
         for name, model, card in networks:
-            picture = Reader(window=seen or card.prepare.window).image(path)
+            picture = Reader(window=seen or card.prepare.window).image(record.image, record.slice)
             if mask is not None and mask.shape[1:] != picture.shape[1:]:
                 sizes = [f"{found.shape[2]} x {found.shape[1]}" for found in (mask, picture)]
-                raise InputError(f"{readable(path)} is {sizes[1]}, but its mask {sizes[0]}; make it in the same size.")
+                raise InputError(f"{record.name} is {sizes[1]}, but its mask {sizes[0]}; make it in the same size.")
             prepared, outline = card.prepare(picture, mask)
             batch = prepared.unsqueeze(0).to(device)
             with torch.no_grad():
@@ -71,18 +72,20 @@ def explain_files(
         pixels, outlines = shown or (None, None)
         if any(m.shape[-2:] != pixels.shape[-2:] for m in maps.values()):  # pyright: ignore[reportOptionalMemberAccess]
             raise UsageError("Runs that are shown side by side have to see images of one size.")
-        figure = heatmap_figure(pixels, maps, outlines, titles=["\n".join([path.name, *texts])])  # pyright: ignore[reportArgumentType]
+        title = "\n".join([Path(record.name).name, *map(readable, texts)])
+        figure = heatmap_figure(pixels, maps, outlines, titles=[title])  # pyright: ignore[reportArgumentType]
         save_figure(figure, place)
     return places
 
 
-def _places(images: list[Path], out: Path, masks: Path | None) -> list[Path]:
+def _places(images: list[Record], out: Path, masks: Path | None) -> list[Path]:
     """Where the pictures go; a file that this program did not write, an image above all, is never replaced."""
     taken: set[str] = set()
     places = []
-    inputs = {image.resolve() for image in images}
-    for image in images:
-        stem = _unique(image.stem, taken)
+    inputs = {Path(record.image).resolve() for record in images}
+    for record in images:
+        stem = stem_of(Path(record.image).name) + ("" if record.slice is None else f"-slice{record.slice}")
+        stem = _unique(stem, taken)
         taken.add(stem)
         place = out / f"{stem}.png"
         if place.exists() and (place.resolve() in inputs or not is_own_figure(place)):
@@ -93,28 +96,30 @@ def _places(images: list[Path], out: Path, masks: Path | None) -> list[Path]:
     return places
 
 
-def _found(images: Sequence[str | Path]) -> list[tuple[Path, Path]]:
-    """Image files, each with the folder it lies in below the one that was named."""
-    found: list[tuple[Path, Path]] = []
+def _found(images: Sequence[str | Path]) -> list[tuple[Record, Path]]:
+    """Images, each with the folder it lies in below the one that was named."""
+    found: list[tuple[Record, Path]] = []
     for place in map(Path, images):
-        inside = sorted(p for p in place.rglob("*") if p.is_file() and is_image_name(p.name)) if place.is_dir() else []
+        inside = sorted(p for p in place.rglob("*") if p.is_file() and is_image_file(p)) if place.is_dir() else []
         if place.is_dir() and not inside:
             raise UsageError(f"{place} has no image files in it.")
         if not inside and not place.is_file():
             raise UsageError(f"{place} is not an image file or a folder of them.")
-        found += [(path, path.relative_to(place).parent) for path in inside] if inside else [(place, Path())]
+        for path in inside or [place]:
+            below = path.relative_to(place).parent if inside else Path()
+            found += ((record, below) for record in Record(str(path), "", ()).expanded())
     return found
 
 
-def _mask_of(image: Path, masks: str | Path | None, below: Path, reader: Reader) -> torch.Tensor | None:
+def _mask_of(record: Record, masks: str | Path | None, below: Path, reader: Reader) -> torch.Tensor | None:
     if masks is None:
         return None
     if not Path(masks).is_dir():
         raise UsageError(f"{masks} is not a folder of masks.")
-    stem, there = stem_of(image.name), Path(masks) / below
+    stem, there = stem_of(Path(record.image).name), Path(masks) / below
     there = there if there.is_dir() else Path(masks)
-    found = sorted(p for p in there.iterdir() if is_image_name(p.name) and stem_of(p.name) == stem)
-    return reader.mask(found[0]).clear(found[0]) if found else None
+    found = sorted(p for p in there.iterdir() if stem_of(p.name) == stem and is_image_file(p))
+    return reader.mask(found[0], record.slice).clear(found[0]) if found else None
 
 
 def _index(target: str, classes: list[str]) -> int:

@@ -15,9 +15,11 @@ except ImportError:  # Windows has no lock that needs no file
     fcntl = None
 
 FILES = (
-    "config.yaml", "calibration.json", "metrics.csv", "best.*", "state.pt", "report.*", "heatmaps-*", "tensorboard",
-    "audit",
+    "config.yaml", "data.json", "calibration.json", "metrics.csv", "best.*", "state.pt", "report.*", "heatmaps-*",
+    "tensorboard", "audit",
 )  # fmt: skip
+STATE = "state.pt"
+BEFORE = ("config.yaml", "data.json", "calibration.json")  # what a run writes before it has a state
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
@@ -28,6 +30,7 @@ class Claim:
         self.folder = folder
         self.created: list[Path] = []
         self.entry: int | None = None
+        self.new = False
 
     def take(self, *, new: bool) -> str | None:
         """What is in the way, or None. A new run goes where no file of a run is."""
@@ -38,13 +41,17 @@ class Claim:
         if problem is None and new:
             problem = self._occupied()
         if problem is None:
+            self.new = new
             remove_leftovers(self.folder, of_anyone=True)
         else:
             self.release()
         return problem
 
     def release(self) -> None:
-        """A folder that was made for nothing is taken away again."""
+        """A folder that was made for nothing is taken away again, and so is a new run that came to no state."""
+        if self.new and not (self.folder / STATE).exists():
+            for name in BEFORE:
+                (self.folder / name).unlink(missing_ok=True)
         for folder in reversed(self.created):
             if any(folder.iterdir()):
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from fasterisnet.data.sources import is_own, open_source
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
-from fasterisnet.files import file_name, write_text
+from fasterisnet.files import file_name, read_json, write_text
 from fasterisnet.lrp.explain import explain
 from fasterisnet.methods import method_class
 from fasterisnet.runs.card import Card
@@ -197,9 +196,9 @@ def _extended(epoch: int, schedule: str) -> str:
 def masks_line(run: Run) -> list[str]:
     """How many training images had a mask; nothing for Standard, which needs none, and for runs of older versions."""
     try:
-        found = json.loads(run.path("data.json").read_text(encoding="utf-8"))
+        found = read_json(run.path("data.json"))
         usable, images = int(found["masks"]["train"]), int(found["samples"]["train"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return []
     share = f" {run.config.mask_share:.0%} of them were used." if run.config.mask_share < 1 else ""
     line = f"Training images with a usable mask: {usable:,} of {images:,} ({usable / max(images, 1):.0%}).{share}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +28,7 @@ def set_ranges(training: Training) -> None:
         training.say(f"C1 {config.ranges[0]:.3g}, C2 {config.ranges[1]:.3g}, as given")
         return
     if path.exists() or isinstance(config.ranges, str):
-        training.method.ranges = _loaded(path if path.exists() else config.ranges)
+        training.method.ranges = Ranges.load(path if path.exists() else config.ranges)
         known = (training.state or {}).get("calibration")
         if known is not None and known != digest_of(training.method.ranges):
             raise InputError(f"{path} is not the calibration this run was trained with; put that one back.")
@@ -60,13 +60,6 @@ def _heard(training: Training, epoch: int, step: int, _loss: float) -> None:
     batches = training.loader.batches.count()
     batches = min(training.config.calibration_batches or batches, batches)
     training.watcher.work("calibration", epoch * batches + step, (training.config.calibration_epochs + 1) * batches)
-
-
-def _loaded(path: Any) -> Ranges:
-    try:
-        return Ranges.load(path)
-    except RecursionError as error:
-        raise InputError(f"{path} is nested too deeply to be a calibration.") from error
 
 
 def digest_of(ranges: Ranges) -> str:

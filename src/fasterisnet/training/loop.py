@@ -364,6 +364,7 @@ def _finish(training: Training, run: Run, trust: bool, report: bool) -> None:
         training.fit()
     if report and fabric.is_global_zero and run.report is None:
         splits = training.splits
+        run.write_metrics(training.progress.rows)  # the state has it, whatever has become of the file
         write_report(
             run, splits.source, splits.training_samples, splits.bad, training.say, fabric.device, trust=trust,
             extended=[epoch for epoch, _ in training.progress.stretches], heard=training.watcher.work,

@@ -49,13 +49,16 @@ def restore(training: Training, data_changed_ok: bool) -> None:
 
 
 def _check_weights(training: Training) -> None:
-    """The best epoch so far is only in its own file."""
+    """The best epoch so far is only in its own file, which has to be there and whole."""
     progress = training.progress
     ends = stage_of(training.stages, max(progress.epoch - 1, 0))[1]
     last = progress.finished or progress.stretches or ends == training.config.epochs
     path = training.run.path("best.safetensors" if last else f"best-until-{ends}.safetensors")
-    if progress.epoch > 0 and not path.is_file():
+    if progress.epoch == 0:
+        return
+    if not path.is_file():
         raise InputError(f"{path} is gone, and with it the best epoch; put it back, or train again.")
+    training.run.load_weights(path.stem)
 
 
 def _extend(training: Training) -> None:

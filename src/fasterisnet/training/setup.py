@@ -16,8 +16,8 @@ from fasterisnet.data.loader import check_workers
 from fasterisnet.data.pictures import readable
 from fasterisnet.data.sources import is_own
 from fasterisnet.errors import InputError, UsageError
-from fasterisnet.evaluation.attention import are_chances
 from fasterisnet.evaluation.causal import MODEL_ERRORS
+from fasterisnet.losses import are_chances
 from fasterisnet.lrp.logits import logits_in
 from fasterisnet.methods import Method, method_class, options_of
 from fasterisnet.runs.config import Config, paper_weight
