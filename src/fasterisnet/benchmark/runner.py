@@ -67,7 +67,7 @@ def _write_result(recipe: Recipe, run: Run, config: Config, result: Path, comman
     report, progress = run.report or {}, (run.load_state() or {})["progress"]
     content = {
         "command": command,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}",
+        "machine": f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__.split('+')[0]}",
         "config": vars(config),
         "training_samples": report["training_samples"],
         "training_seconds": round(progress["seconds"], 3),
@@ -82,6 +82,14 @@ def _write_result(recipe: Recipe, run: Run, config: Config, result: Path, comman
     if calibration.exists():
         content["ranges"] = read_json(calibration)
     write_text(result, json.dumps(content, indent=1) + "\n")
+
+
+def _processor() -> str:
+    """What computes here, as far as the system tells."""
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text(encoding="utf-8", errors="replace").splitlines() if listed.is_file() else []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return ", ".join([platform.machine(), *sorted(names)])
 
 
 def _audited(run: Run) -> dict[str, Any]:

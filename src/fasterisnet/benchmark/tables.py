@@ -145,17 +145,20 @@ def _step(run: dict[str, Any]) -> float | None:
     return _seconds(run) / updates if updates else None
 
 
+STEP = "step, × standard"
 # What is compared with the standard classifier of the same recipe; results of older versions do not know all of it.
 # Inference was measured beside the standard network and is such a comparison already.
 COSTS: dict[str, Callable[[dict[str, Any]], float | None]] = {
-    "step, × standard": _step,
+    STEP: _step,
     INFERENCE: lambda run: run.get("inference_times_standard"),
     "parameters, × standard": lambda run: run.get("parameters"),
 }
 
 
 def _times(runs: list[dict[str, Any]], standard: list[dict[str, Any]], cost: str) -> str:
-    """How many times as much as the standard classifier, means over the seeds."""
+    """How many times as much as the standard classifier on the same machine, means over the seeds."""
+    machines = {run["machine"] for run in runs}
+    standard = [run for run in standard if cost != STEP or {run["machine"]} == machines]
     mine, theirs = ([value for run in found if (value := COSTS[cost](run))] for found in (runs, standard))
     unit = 1 if cost == INFERENCE else statistics.mean(theirs) if theirs else None
     return f"{statistics.mean(mine) / unit:.2f}" if mine and unit else "-"
