@@ -129,6 +129,11 @@ def test_images(case: str) -> None:
     refuses(words, residual(), images)
 
 
+def test_an_image_without_its_batch() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).eval()
+    refuses(["(3, 6, 6)", "images.unsqueeze(0)"], model, torch.rand(2, 3, 6, 6)[0])
+
+
 # --- rules and the stabiliser --------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fasterisnet.lrp.gates import BOUNDS, unscaled, value_range
-from fasterisnet.lrp.kinds import ACTIVATIONS, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.gates import BOUNDS, as_affine, constant_of, is_learned, squashes, unscaled
+from fasterisnet.lrp.kinds import ACTIVATIONS, SUMS, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.layers import Active, operand
-from fasterisnet.lrp.record import Note, note
+from fasterisnet.lrp.masks import one_number
+from fasterisnet.lrp.record import Note, note, was_seen
+from fasterisnet.lrp.same import same
 
 
 class Activation(NamedTuple):
@@ -56,20 +58,40 @@ UNARY = ACTIVATIONS | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Exp", "Erf", 
                        "Clone", "ToCopy", "Sqrt", "Rsqrt", "Pow", "Log", "Where", "MaskedFill"}  # fmt: skip
 
 
-def activation(node: Node, active: Active) -> Activation | None:
-    """The activation a node is: by its kind, as a mask made of its own signs, or as a product `x * g(x)`."""
+def activation(
+    node: Node, active: Active, asked: Callable[..., bool] = lambda *edges: False, halves: bool = True
+) -> Activation | None:
+    """The activation a node is, together with bounds that lie behind each other, unless relevance in between is asked.
+
+    It is told by its kind, as a mask made of its own values, as a product `x * g(x)`, or as a sum of two `halves`.
+    """
+    if halves and kind(node) in SUMS and (joined := _of_halves(node, active, asked)) is not None:
+        return joined
+    found, bounds = _activation(node, active), _bounds(node, active)
+    if found is None or bounds is None:
+        return found
+    edge, x = found.edge, found.x
+    while not asked(edge, source(edge)) and (below := source(edge)[0]) is not None and any(active(below)):
+        inner, before = _activation(below, active), _bounds(below, active)
+        if inner is None or before is None:
+            break
+        low, high = (min(max(bound, bounds[0]), bounds[1]) for bound in before)
+        if (low, high) == before or (kind(below) == "Relu" and low != 0):
+            break  # of a ReLU only the result is known
+        bounds, x, edge = (low, high), inner.x, inner.edge
+    return Activation(x.expand_as(found.y), found.y, edge, bounds == (0, math.inf), bounds == (-math.inf, 0))
+
+
+def _activation(node: Node, active: Active) -> Activation | None:
     what, found = kind(node), note(node)
     if what == "CopySlices":
         return _in_place(node, found)
     if found is not None and found.selected is not None:
-        return _masked(node, found.selected, active)
-    if what in OF_ONE and not (what.startswith("Clamp") and any(active(node)[1:])):
+        return _masked(node, found, found.selected, active)
+    if what in OF_ONE and not any(active(node)[1:]):
         x = operand(node, 0, "self")
-        edge = edges(node)[0]
-        rectifies = _rectifies(node, what)
-        y = x.clamp(min=0) if rectifies else run_again(node, x)
-        edge = edge if rectifies else _without_rectifier(node, edge)
-        return Activation(x.expand_as(y), y, edge, rectifies, _mirrors(node, what))
+        y = x.clamp(min=0) if _bounds(node, active) == (0, math.inf) else run_again(node, x)
+        return Activation(x.expand_as(y), y, edges(node)[0])
     if what == "Relu":
         y = node._saved_result
         return Activation(y, y, edges(node)[0], True)
@@ -77,7 +99,37 @@ def activation(node: Node, active: Active) -> Activation | None:
         return _bounded(node, what, active)
     if what in ("Mul", "Div"):
         return _of_itself(node, what, active)
-    return _less_itself(node) if what == "Sub" else None
+    return _less_itself(node, active) if what == "Sub" else None
+
+
+def _bounds(node: Node, active: Active) -> tuple[float, float] | None:
+    """The numbers a step clamps its operand to; None if it does something else, or if they are learned."""
+    what, found, low, high = kind(node), note(node), None, None
+    if found is not None and found.selected is not None:
+        return found.bounds
+    if what in BOUNDS and sum(active(node)) == 1:
+        bound = node._saved_other if active(node)[0] else node._saved_self
+        low, high = (bound, None) if what in ("Maximum", "Fmax") else (None, bound)
+    elif what in ("Clamp", "ClampMin", "ClampMax"):
+        low, high = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
+    elif what == "Hardtanh":
+        low, high = node._saved_min_val, node._saved_max_val
+    elif what == "Relu" or _is_relu(node, what):
+        low = 0.0
+    if (low is None and high is None) or (what not in BOUNDS and any(active(node)[1:])):
+        return None
+    low, high = -math.inf if low is None else one_number(low), math.inf if high is None else one_number(high)
+    return None if low is None or high is None else (float(low), float(high))
+
+
+def _is_relu(node: Node, what: str) -> bool:
+    """Whether the settings of an activation make it a ReLU."""
+    if what == "Threshold":
+        return node._saved_threshold == 0 and operand(node, 2) == 0
+    if what == "PreluKernel":
+        return one_number(node._saved_weight) == 0
+    slopes = {"LeakyRelu": "_saved_negative_slope", "Elu": "_saved_alpha"}
+    return what in slopes and getattr(node, slopes[what]) == 0 and getattr(node, "_saved_scale", 1) == 1
 
 
 def _in_place(node: Node, found: Note | None) -> Activation | None:
@@ -90,40 +142,6 @@ def _in_place(node: Node, found: Note | None) -> Activation | None:
     return Activation(x, x.clamp(min=0), edges(node)[0], True)
 
 
-def _rectifies(node: Node, what: str) -> bool:
-    if what == "Threshold":
-        return node._saved_threshold == 0 and operand(node, 2) == 0
-    if what == "Hardtanh":
-        return node._saved_min_val == 0 and node._saved_max_val == math.inf
-    if what == "LeakyRelu":
-        return node._saved_negative_slope == 0
-    upper = getattr(node, "_saved_max", None) if what == "Clamp" else None
-    return what in ("Clamp", "ClampMin") and upper is None and _all_zero(node._saved_min)
-
-
-def _mirrors(node: Node, what: str) -> bool:
-    upper_only = what == "ClampMax" or (what == "Clamp" and node._saved_min is None)
-    return upper_only and _all_zero(node._saved_max)
-
-
-def _all_zero(bound: Any) -> bool:
-    return bound is not None and bool((torch.as_tensor(bound) == 0).all())
-
-
-def _without_rectifier(node: Node, edge: Edge) -> Edge:
-    """`min(relu(x), 6)` is one activation: the bound behind a ReLU takes the ReLU's place."""
-    upper_only = kind(node) in ("ClampMax", "Minimum", "Fmin") or (kind(node) == "Clamp" and node._saved_min is None)
-    return _behind_rectifier(edge) if upper_only else edge
-
-
-def _behind_rectifier(edge: Edge) -> Edge:
-    below = source(edge)[0]
-    if below is None:
-        return edge
-    is_relu = kind(below) == "Relu" or (kind(below) in OF_ONE and _rectifies(below, kind(below)))
-    return edges(below)[0] if is_relu else edge
-
-
 def _bounded(node: Node, what: str, active: Active) -> Activation | None:
     """`max(x, 0)` is a ReLU, with another constant, or `max(x, x/10)`, an activation; of two the winner takes all."""
     a, b = node._saved_self, node._saved_other
@@ -131,51 +149,68 @@ def _bounded(node: Node, what: str, active: Active) -> Activation | None:
         y, edge, other = BOUNDS[what](x, bound), edges(node)[at], edges(node)[1 - at]
         if not active(node)[at]:
             continue
-        if what in ("Maximum", "Fmax") and _all_zero(bound) and x.shape == y.shape:
-            return Activation(x, y, edge, True)
         if not active(node)[1 - at]:
-            mirrored = what in ("Minimum", "Fmin") and _all_zero(bound)
-            return Activation(x.expand_as(y), y, _without_rectifier(node, edge), mirrored=mirrored)
+            return Activation(x.expand_as(y), y, edge)
         if x.shape == y.shape and _steps(other, source(edge), active) is not None:
             return Activation(x, y, edge)
     return None
 
 
-def _masked(node: Node, x: Tensor, active: Active) -> Activation | None:
-    """`x * (x > 0)`, `where(x > 0, x, 0)`, `x[x < 0] = 0`: ReLUs, if the values say so; another `where` another one."""
+def _masked(node: Node, found: Note, x: Tensor, active: Active) -> Activation | None:
+    """`x * (x > 0)`, `where(x > 0, x, 0)`, `x[x < 0] = 0`: whatever a mask made of x itself leaves of it."""
     at = next((i for i, on in enumerate(active(node)) if on), 0)
     edge = edges(node)[at]
-    with torch.no_grad():
-        kept = node(torch.ones(tuple(node._input_metadata[0].shape), dtype=x.dtype, device=x.device))
+    if (
+        found.edge is not None
+        and kind(node) in ("IndexPut", "IndexPutImpl", "MaskedScatter")
+        and (len(found.operands) == 3 and found.operands[1] is x)
+    ):  # z[mask] = x[mask]
+        y, edge = torch.where(*found.operands), found.edge
+    elif kind(node) == "Where" and len(found.operands) == 3:
+        mask, *branches = found.operands
+        edge = next((e for e, b in zip(edges(node), branches, strict=True) if b is x), edge)
+        if any(on and _steps(e, edge, active) is None for e, on in zip(edges(node), active(node), strict=True)):
+            return None
+        y = torch.where(mask, *branches)
+    else:
+        with torch.no_grad():
+            kept = node(torch.ones(shape((node, 0)), dtype=x.dtype, device=x.device))
         kept = kept if isinstance(kept, Tensor) else kept[at]
-        alone = isinstance(kept, Tensor) and kept.shape == x.shape and sum(active(node)) == 1
-        rectifies = alone and torch.equal(torch.mul(x, kept), x.clamp(min=0))
-    if rectifies:
-        return Activation(x, x.clamp(min=0), edge, True)
-    found = note(node)
-    if kind(node) != "Where" or found is None or len(found.operands) != 3:
-        return None
-    mask, *branches = found.operands
-    origin = next((e for e, b in zip(edges(node), branches, strict=True) if b is x), edge)
-    if any(on and _steps(e, origin, active) is None for e, on in zip(edges(node), active(node), strict=True)):
-        return None
-    y = torch.where(mask, *branches)
-    return Activation(x.expand_as(y), y, _behind_rectifier(origin))
+        filled = _filled(found)
+        if sum(active(node)) != 1 or kept is None or kept.shape != x.shape or (kind(node) != "Mul" and filled is None):
+            return None
+        y = x * kept if kind(node) == "Mul" or not filled else x * kept + filled * (1 - kept)
+    return Activation(x.expand_as(y), x.clamp(min=0) if found.bounds == (0, math.inf) else y, edge)
+
+
+def _filled(found: Note) -> float | None:
+    """The one number that is put where a mask says so."""
+    constants = [one_number(v) for v in found.operands[1:] if not isinstance(v, Tensor) or v.is_floating_point()]
+    given = [v for v in constants if v is not None and not isinstance(v, bool)]
+    return given[0] if len(given) == 1 else None
 
 
 def masks_itself(node: Node, found: Note, active: Active) -> bool:
     """Whether a mask was made of the very activation it is laid over."""
-    if found.selected is None and not found.masks:
-        return False
     on = [e for e, a in zip(edges(node), active(node), strict=True) if a]
-    filled = [
-        v for v in found.operands[1:] if not isinstance(v, Tensor) or (v.is_floating_point() and v.grad_fn is None)
-    ]
-    if len(on) == 1 and (kind(node) == "Mul" or (filled and all(_all_zero(v) for v in filled))):
+    if found.selected is None and len(on) == 1 and (kind(node) == "Mul" or _filled(found) == 0):
         return False  # set to zero or kept: its derivative is f(x)/x
     return found.selected is not None or any(
         _steps(e, origin, active) is not None for e in on for origin in found.masks
     )
+
+
+def may_be_masked(node: Node, active: Active) -> bool:
+    """Whether something is set to zero or replaced by a mask of its size, and nobody saw what that was made of."""
+    what, size = kind(node), shape((node, 0))
+    if what not in ("Mul", "Where", "MaskedFill", "MaskedScatter", "IndexPut", "IndexPutImpl") or was_seen(node):
+        return False
+    if what == "Mul" and sum(active(node)) == 1:
+        mask = node._saved_other if active(node)[0] else node._saved_self
+        return mask.shape == size and not mask.requires_grad and bool(((mask == 0) | (mask == 1)).all())
+    if what.startswith("IndexPut"):
+        return any(i is not None and i.dtype == torch.bool and i.shape == size for i in node._saved_indices)
+    return what != "Mul" and getattr(node, "_saved_condition" if what == "Where" else "_saved_mask").shape == size
 
 
 def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
@@ -188,23 +223,14 @@ def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
         steps = _steps(edges(node)[1 - at], edge, active)
         if steps is None or (steps & SQUASHING and len(steps & ACTIVATIONS) > 1 and "Softplus" not in steps):
             continue  # a gate of another activation of x is a gate
-        if what == "Div" or _squashes(edges(node)[1 - at], active):
+        if what == "Div" or squashes(edges(node)[1 - at], active):
             return Activation(x, a * other if what == "Mul" else a / other, edge)
     return None
 
 
-def _squashes(edge: Edge, active: Active) -> bool:
-    """Whether something lies between 0 and a finite number, whatever the images."""
-    low, high = value_range(edge, active)
-    node = source(edge)[0]
-    if node is not None and kind(node) == "Tanh":
-        low = max(low, min(value_range(edges(node)[0], active)[0], 0.0))
-    return math.isclose(low, 0, abs_tol=1e-6) and high < math.inf
-
-
 def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[str] | None:
     """The kinds of step by which an edge is computed from x and constants, element by element; None if it is not."""
-    if edge[0] is x[0] and edge[1] == x[1]:
+    if same(edge, x):
         return frozenset()
     if edge[0] is None or limit == 0 or kind(edge[0]) not in UNARY:
         return None
@@ -215,8 +241,59 @@ def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[st
     return frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
 
 
+class Half(NamedTuple):
+    """`y = f(x)`, which is zero on one side of zero; x: x on the other side, and zero on this one."""
+
+    positive: bool
+    x: Tensor
+    y: Tensor
+    edge: Edge
+    inside: list[Edge]
+
+
+def _of_halves(node: Node, active: Active, asked: Callable[..., bool]) -> Activation | None:
+    """`relu(x) - a*relu(-x)`: of one value what is above zero and what is below it, as one activation."""
+    if len(active(node)) != 2 or not all(active(node)):
+        return None
+    a, b = (_half(edge, active) for edge in edges(node))
+    if a is None or b is None or a.positive == b.positive or not same(a.edge, b.edge) or asked(*a.inside, *b.inside):
+        return None
+    alpha = getattr(node, "_saved_alpha", 1)
+    first, second = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[kind(node)]
+    y = first * a.y + second * b.y
+    return Activation(a.x + b.x, y, a.edge) if a.x.shape == b.x.shape == y.shape else None
+
+
+def _half(edge: Edge, active: Active) -> Half | None:
+    """A multiple of `max(c x, 0)` or `min(c x, 0)`, c a number."""
+    (node, _), inside = source(edge), [edge, source(edge)]
+    if node is None or sum(active(node)) != 1:
+        return None
+    what, at = kind(node), active(node).index(True)
+    bounds = _bounds(node, active)
+    if bounds in ((0, math.inf), (-math.inf, 0)) and (found := _activation(node, active)) is not None:
+        x, edge, positive = found.y, found.edge, bounds[0] == 0
+        while (below := source(edge)[0]) is not None and kind(below) in ("Mul", "Div", "Neg") and any(active(below)):
+            on = active(below).index(True)
+            number = -1.0 if kind(below) == "Neg" else as_affine(below, kind(below), on)[0]
+            learned = kind(below) != "Neg" and is_learned(constant_of(below, kind(below), on))
+            if sum(active(below)) != 1 or learned or math.isnan(number) or number == 0:
+                break
+            x, edge, positive = x / number, edges(below)[on], positive == (number > 0)
+        return Half(positive, x, found.y, source(edge), inside)
+    if what in ("Neg", "Mul") or (what == "Div" and at == 0):
+        half = _half(edges(node)[at], active)
+        if half is not None:
+            factor = -1 if what == "Neg" else constant_of(node, what, at)
+            y = half.y / factor if what == "Div" else half.y * factor
+            return half._replace(y=y, inside=[*inside, *half.inside])
+    return None
+
+
 def is_in_parts(node: Node, active: Active) -> bool:
     """Whether a sum is an activation in parts: two functions of one value, each zero where the other is not."""
+    if _of_halves(node, active, lambda *edges: False) is not None:
+        return True
     (a, in_a), (b, in_b) = (_origin(edge, active) for edge in edges(node)[:2])
     if a[0] is not b[0] or a[1] != b[1] or not (in_a & ACTIVATIONS and in_b & ACTIVATIONS):
         return False
@@ -233,7 +310,7 @@ def _origin(edge: Edge, active: Active) -> tuple[Edge, frozenset[str]]:
     return edge, frozenset(kinds)
 
 
-def _less_itself(node: Node) -> Activation | None:
+def _less_itself(node: Node, active: Active) -> Activation | None:
     """`x - tanh(x)`, and `x - min(x, 0)`, a ReLU."""
     first, (below, _) = edges(node)[0], edges(node)[-1]
     if below is None or edges(below)[:1] != (first,) or getattr(node, "_saved_alpha", 1) != 1:
@@ -241,7 +318,7 @@ def _less_itself(node: Node) -> Activation | None:
     if kind(below) == "Tanh":
         x = operand(below, 0)
         return Activation(x, x - x.tanh(), first)
-    if kind(below) in OF_ONE and _mirrors(below, kind(below)):
+    if kind(below) in OF_ONE and _bounds(below, active) == (-math.inf, 0):
         x = operand(below, 0, "self")
         return Activation(x, x.clamp(min=0), first, True)
     return None

@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fasterisnet.errors import InputError
 from fasterisnet.lrp import rules
@@ -109,6 +110,8 @@ def check_inputs(model: Any, images: Any) -> None:
 @contextmanager
 def observing(model: nn.Module) -> Iterator[None]:
     """Leaves buffers (running statistics) and random states as they were, whatever the forward pass does to them."""
+    if any(is_lazy(t) for t in [*model.parameters(), *model.buffers()]):
+        raise InputError("The model has lazy modules that never ran: run one forward pass, model(images), first.")
     plain = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     owners = [(module, dict(module._buffers)) for module in plain]
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]

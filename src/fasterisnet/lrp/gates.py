@@ -43,27 +43,36 @@ def shares(at: Step) -> list[tuple[int, float]]:
 
 
 def is_constant(edge: Edge, active: Active) -> bool:
-    """Whether a factor takes no relevance: a gate, or a normaliser."""
-    node = _behind_moves(edge, active)
+    """Whether a factor takes no relevance: a gate, or a normaliser, times any constants."""
+    node = _unscaled(edge, active)
     if node is None:
         return False
     found = note(node)
-    if kind(node) in ("Cat", "Stack") or (kind(node) == "CopySlices" and found is not None and found.replay is None):
-        return all(is_constant(e, active) for e, on in zip(edges(node), active(node), strict=True) if on)
+    on = [e for e, is_on in zip(edges(node), active(node), strict=True) if is_on]
+    joined = kind(node) in ("Cat", "Stack") or (kind(node) == "CopySlices" and found is not None and not found.replay)
+    if joined or (kind(node) == "Mul" and len(on) == 2) or kind(node) == "Sqrt":
+        return all(is_constant(e, active) for e in on)
+    if kind(node) == "Pow" and len(on) == 1 and _number(operand(node, 1, "exponent")) > 0:
+        return is_constant(on[0], active)
     if kind(node) == "CopySlices":
         if found is None or found.replay not in GATES:
             return False
         size, _, _, whole, _ = found.view
         return math.prod(size) == math.prod(whole) or shape(_above(edge, node, active)) == tuple(size)
-    low, high = value_range(edge, active)
-    clamped = kind(node) in CLAMPS and low >= 0 and high <= 1
-    if clamped or (math.isclose(low, 0, abs_tol=1e-6) and math.isclose(high, 1, abs_tol=1e-6)):
+    low, high = value_range((node, 0), active)
+    if squeezes((low, high)) or (kind(node) in CLAMPS and low >= 0 and high <= 1):
         return True
     while kind(node) in ("Mul", "Div", "Add", "Clamp", "ClampMin") and sum(active(node)) == 1:
         node = _behind_moves(edges(node)[active(node).index(True)], active)
         if node is None:
             return False
     return kind(node) in SIZES or (kind(node) == "Pow" and _number(operand(node, 1, "exponent")) < 0)
+
+
+def squeezes(between: tuple[float, float]) -> bool:
+    """Whether a range is that of a gate, times a number: from zero to somewhere."""
+    near, far = sorted(between, key=abs)
+    return abs(near) <= 1e-6 and 0 < abs(far) < math.inf
 
 
 GATES = (torch.ops.aten.sigmoid.default, torch.ops.aten.hardsigmoid.default)
@@ -82,6 +91,28 @@ def _behind_moves(edge: Edge, active: Active) -> Node | None:
     while node is not None and (kind(node) in MOVING or "Nearest" in kind(node)) and sum(active(node)) == 1:
         node = edges(node)[active(node).index(True)][0]
     return node
+
+
+def _unscaled(edge: Edge, active: Active) -> Node | None:
+    """What a factor is made of, apart from what it was multiplied with, be it learned, and how it was rearranged."""
+    node = _behind_moves(edge, active)
+    while node is not None and sum(active(node)) == 1:
+        at = active(node).index(True)
+        if kind(node) not in ("Mul", "Neg", "NativeDropout") and not (kind(node) == "Div" and at == 0):
+            break
+        node = _behind_moves(edges(node)[at], active)
+    return node
+
+
+def squashes(edge: Edge, active: Active) -> bool:
+    """Whether something lies between zero and a finite number, whatever the images, times any constants."""
+    node = _unscaled(edge, active)
+    if node is None:
+        return False
+    low, high = value_range((node, 0), active)
+    if kind(node) == "Tanh":
+        low = max(low, min(value_range(edges(node)[0], active)[0], 0.0))
+    return squeezes((low, high))
 
 
 BOUNDED = {"Sigmoid": (0.0, 1.0), "Hardsigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Erf": (-1.0, 1.0)}
@@ -113,7 +144,7 @@ def value_range(edge: Edge, active: Active) -> tuple[float, float]:
         return 1 / high if high < math.inf else 0.0, 1 / low if low > 0 else math.inf
     if what == "Neg":
         return -high, -low
-    scale, offset = as_affine(node, what, at)
+    scale, offset = as_affine(node, what, at) if not is_learned(constant_of(node, what, at)) else (math.nan, math.nan)
     ends = sorted((scale * low + offset, scale * high + offset)) if scale != 0 else [offset, offset]
     return (ends[0], ends[1]) if not any(math.isnan(e) for e in ends) else ANYTHING
 
@@ -122,7 +153,7 @@ def as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
     """The numbers a step multiplies by and adds, NaN where it is another step or they are not known."""
     unknown = (math.nan, math.nan)
     if what in ("Mul", "Div"):
-        other = _number(node._saved_other if at == 0 else node._saved_self)
+        other = _number(constant_of(node, what, at))
         return (other, 0.0) if what == "Mul" else (1 / other, 0.0) if at == 0 and other else unknown
     if what not in SUMS:
         return unknown
@@ -138,9 +169,23 @@ def as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
     return (1.0, -other) if at == 0 else (-alpha, _number(found.operands[0]))
 
 
+def constant_of(node: Node, what: str, at: int) -> Any:
+    """What a product or a sum of two, of which operand `at` depends on the images, takes besides it."""
+    if what in ("Mul", "Div"):
+        return node._saved_other if at == 0 else node._saved_self
+    found = note(node) if what in SUMS else None
+    return None if found is None or len(found.operands) < 2 else found.operands[1 - at]
+
+
+def is_learned(value: Any) -> bool:
+    """Whether training changes it, so that nothing may be decided by the value it has now."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def _number(value: Any) -> float:
     """A constant as a number; NaN for a tensor of several that differ."""
     if isinstance(value, Tensor):
+        value = value.detach()
         one = value.numel() > 0 and not value.is_complex() and bool((value == value.reshape(-1)[0]).all())
         return float(value.reshape(-1)[0]) if one else math.nan
     return math.nan if value is None else float(value)
@@ -150,8 +195,8 @@ def unscaled(t: Tensor, edge: Edge, active: Active, through: frozenset[str] = SA
     """A tensor before it was multiplied with numbers, and where it comes from, `through` nodes of these kinds."""
     while (node := source(edge, through)[0]) is not None and kind(node) in ("Mul", "Div") and sum(active(node)) == 1:
         at = active(node).index(True)
-        scale, _ = as_affine(node, kind(node), at)
-        if math.isnan(scale) or scale == 0:
+        number, scale = as_affine(node, kind(node), at)[0], constant_of(node, kind(node), at)
+        if math.isnan(number) or number == 0 or (is_learned(scale) and scale.numel() > 1):
             break
-        t, edge = t / scale, edges(node)[at]
+        t, edge = t / scale if kind(node) == "Mul" else t * scale, edges(node)[at]
     return t, source(edge)

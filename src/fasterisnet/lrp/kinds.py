@@ -28,6 +28,8 @@ PERMUTING = SAME | frozenset(
     """.split()
 )
 
+RESHAPING = frozenset({"View", "UnsafeView", "ReshapeAlias", "ViewCopy"})
+
 # Every number of the result is one of the operands', or a constant, whatever their values.
 MOVING = PERMUTING | frozenset(
     """
@@ -72,7 +74,9 @@ SUMS = frozenset({"Add", "Sub", "Rsub"})
 PRODUCTS = frozenset({"Mul", "Div", "Pow", "Addcmul", "Addcdiv", "Neg", "NativeDropout", "Glu"})
 LINEAR = frozenset({"Convolution", "Addmm", "Mm", "Bmm", "Mv", "Addmv", "Baddbmm"})
 BILINEAR = frozenset({"Addbmm", "Addr", "Dot", "Vdot", "LinalgVecdot", "Trilinear", "Cross", "LinalgCross"})
-BATCH_NORMS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
+BATCH_NORMS = frozenset(
+    "NativeBatchNorm NativeBatchNormLegit NativeBatchNormLegitNoTraining CudnnBatchNorm MiopenBatchNorm".split()
+)
 NORMS = BATCH_NORMS | {"NativeLayerNorm", "NativeGroupNorm"}
 SOFTMAXES = frozenset({"Softmax", "SafeSoftmax", "LogSoftmax"})
 ATTENTION = frozenset(

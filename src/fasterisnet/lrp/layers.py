@@ -12,15 +12,7 @@ from torch.nn import functional as F
 
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.kernels import ConvolutionInputGradient, ConvolutionSettings, along_channels, wide
-from fasterisnet.lrp.kinds import (
-    BATCH_NORMS,
-    Edge,
-    Node,
-    edges,
-    kind,
-    shape,
-    spoken,
-)
+from fasterisnet.lrp.kinds import BATCH_NORMS, RESHAPING, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.record import note
 
 Active = Callable[[Node], list[bool]]
@@ -51,7 +43,7 @@ class Layer:
         "Addmm": (1, 2, "mat1", "mat2"), "Baddbmm": (1, 2, "batch1", "batch2"), "Mm": (0, 1, "self", "mat2"),
         "Bmm": (0, 1, "self", "mat2"), "Mv": (0, 1, "self", "vec"), "Addmv": (1, 2, "mat", "vec"),
     }  # fmt: skip
-    side = channels = -1  # the dimensions of x that W sums over, and of y that it makes
+    side = -1  # the dimension of x that W sums over
 
     def __init__(self, node: Node, x_at: int) -> None:
         self.node, self.x_at = node, x_at
@@ -68,8 +60,6 @@ class Layer:
         self.weight: Tensor = weight if alpha == 1 else weight * alpha
         self.has_bias = u == 1 and self.node._saved_beta != 0
         self.can_pair = self.on_the_left and self.weight.ndim > 1
-        self.per_channel = not self.on_the_left or self.weight.ndim > 1
-        self.channels = -1 if self.on_the_left or kind(self.node).endswith("mv") or kind(self.node) == "Mv" else -2
 
     @property
     def x(self) -> Tensor:
@@ -88,9 +78,16 @@ class Layer:
             return G.unsqueeze(-1) * weight
         return G @ weight.mT if self.on_the_left else weight.mT @ G
 
+    def each_channel(self, t: Tensor) -> Tensor | None:
+        """A constant of the size of y as W takes it; None if it is not the same wherever W is."""
+        if t.ndim == 1:  # a vector is multiplied
+            return None if self.on_the_left else t.unsqueeze(-1)
+        rows = t.narrow(-2 if self.on_the_left else -1, 0, 1)
+        return rows if t.shape == rows.shape or torch.equal(rows.expand_as(t), t) else None
+
     def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
         """W with every output channel multiplied by its number."""
-        return weight * (scale if self.on_the_left else scale.unsqueeze(-1))
+        return weight * scale
 
     def side_by_side(self, weights: tuple[Tensor, Tensor]) -> Tensor:
         """W1 and W2 as one matrix for x1 and x2 put side by side."""
@@ -100,7 +97,7 @@ class Layer:
 class Convolution(Layer):
     """Convolution or transposed convolution of any dimension."""
 
-    side = channels = 1
+    side = 1
 
     def _read(self) -> None:
         node = self.node
@@ -112,7 +109,6 @@ class Convolution(Layer):
         self.weight = node._saved_weight
         self.has_bias = tuple(node._saved_bias_sym_sizes_opt or (0,)) != (0,)
         self.can_pair = self.settings.groups == 1 and not self.settings.transposed
-        self.per_channel = True
 
     @property
     def bias(self) -> Tensor | None:
@@ -126,6 +122,10 @@ class Convolution(Layer):
         if not self.settings.transposed and x.shape[1] != weight.shape[1] * self.settings.groups:
             x = torch.cat((x, x), 1)
         return ConvolutionInputGradient.apply(G, weight, x, self.settings)
+
+    def each_channel(self, t: Tensor) -> Tensor | None:
+        rows = t.movedim(1, 0).reshape(t.shape[1], -1)
+        return rows[:, 0] if rows.shape[1] == 1 or torch.equal(rows[:, :1].expand_as(rows), rows) else None
 
     def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
         if not self.settings.transposed:
@@ -185,7 +185,7 @@ def norm(node: Node) -> Norm:
     if kind(node) == "NativeLayerNorm":
         dims = len(node._saved_normalized_shape)
         return _centred(node, x, (*x.shape[: x.ndim - dims], -1), weight, lambda: operand(node, 2, "bias"))
-    if kind(node) == "NativeGroupNorm" or _is_instance_norm(node):
+    if kind(node) == "NativeGroupNorm" or (kind(node) in BATCH_NORMS and _is_instance_norm(node)):
         channels, groups = getattr(node, "_saved_C", x.shape[1]), getattr(node, "_saved_group", x.shape[1])
         samples = getattr(node, "_saved_N", len(x))
 
@@ -194,7 +194,7 @@ def norm(node: Node) -> Norm:
             return None if vector is None else vector.view(1, -1, 1).expand(rows).reshape(x.shape)
 
         return _centred(node, x, (samples, groups, -1), fitted(weight), lambda: fitted(operand(node, 2)))
-    training, eps = node._saved_training, node._saved_eps
+    training, eps = getattr(node, "_saved_training", False), node._saved_eps
     mean, var = (None, None) if training else (node._saved_running_mean, node._saved_running_var)
     inverse = node._saved_result2.detach() if var is None else torch.rsqrt(var + eps)
     scale = inverse.to(x.dtype) if weight is None else weight * inverse
@@ -207,12 +207,23 @@ def norm(node: Node) -> Norm:
 
 
 def _is_instance_norm(node: Node) -> bool:
-    """torch spells instance norm as the batch norm of one sample that has all channels of all samples."""
-    below = edges(node)[0][0]
-    if kind(node) not in BATCH_NORMS or not node._saved_training or kind(below) != "View":
+    """torch spells instance norm as the batch norm of one sample that has all channels, or groups, of all samples.
+
+    Of one sample alone the two are told apart by numbers for the channels that were not repeated for the samples.
+    """
+    below = source(edges(node)[0])[0]
+    if not getattr(node, "_saved_training", False) or below is None or kind(below) not in RESHAPING:
         return False
     inner, outer = node._saved_input.shape, shape(edges(below)[0])
-    return inner[0] == 1 and outer[0] * outer[1] == inner[1]
+    if inner[0] != 1 or inner[1] % outer[0] or isinstance(node._saved_weight, torch.nn.Parameter):
+        return False
+    moved = source(edges(below)[0])[0]
+    if outer[0] > 1 and moved is not None and kind(moved) in ("Permute", "Transpose"):
+        samples = through([moved], torch.arange(outer[0]).view(-1, *[1] * (len(outer) - 1)).expand(outer)).flatten(1)
+        if not torch.equal(samples[:, :1].expand_as(samples), samples):
+            return False  # the channels of all samples side by side
+    repeated = outer[0] > 1 and outer[0] * outer[1] == inner[1]
+    return inner == outer or repeated or getattr(node, "_saved_running_mean", None) is None
 
 
 def _centred(node: Node, x: Tensor, grouping: tuple[int, ...], gamma: Tensor | None, beta: Callable[[], Any]) -> Norm:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.gates import as_affine
-from fasterisnet.lrp.kinds import BATCH_NORMS, MOVING, PERMUTING, Edge, Node, descend, edges, kind, source
+from fasterisnet.lrp.kinds import MOVING, PERMUTING, Edge, Node, descend, edges, kind, shape, source
 from fasterisnet.lrp.layers import CLASSES, Active, layer
 from fasterisnet.lrp.step import Step
-from fasterisnet.lrp.units import unit
+from fasterisnet.lrp.units import CENTRING, constants, scaled_at, unit
 
 SLICING = frozenset({"Split", "SplitWithSizes", "Slice", "Unbind", "Select", "IndexSelect", "Index"})
 
@@ -25,6 +25,14 @@ def is_written_out(at: Step, edge: Edge) -> bool:
         return False
     weight = product._saved_other if at.walk.active(product)[0] else product._saved_self
     return isinstance(weight, Tensor) and bool((weight < 0).any())
+
+
+def adds_layer(at: Step) -> bool:
+    """Whether `a + value * layer * scale` was added to something in one step."""
+    if at.kind not in ("Addcmul", "Addcdiv") or not at.is_active(0) or sum(at.active) != 2:
+        return False
+    edge = at.edge(at.active.index(True, 1))
+    return unit(edge, at.walk.active) is not None or of_parts(at, edge, cut=True)
 
 
 def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | None = None) -> bool:
@@ -49,26 +57,52 @@ def of_parts(at: Step, edge: Edge, cut: bool = False, below: Container[Node] | N
 
 def of_groups(node: Node, active: Active, whole: bool = False) -> bool:
     """Whether layers that meet read parts of one tensor, a layer in groups; `whole`: or all of it, and are alike."""
-    read: list[Node] = []
+    read: list[Edge] = []
     shapes = set()
     for edge, on in zip(edges(node), active(node), strict=True):
         found = unit(edge, active) if on else None
-        if on and found is None:
-            return False
+        below, scaled = behind_scales(edge, active) if on and found is None and not whole else (edge, False)
         if found is not None:
-            read.append(source(found.layer.edge, PERMUTING)[0])
+            read.append(found.layer.edge)
             shapes.add((type(found.layer), found.weight.shape[1:]))
-    if len(read) < 2 or any(n is None for n in read):
+        elif scaled:  # a layer of single channels
+            read.append(below)
+        elif on:
+            return False
+    whence = [source(edge, PERMUTING)[0] for edge in read]
+    if len(read) < 2 or any(n is None for n in whence):
         return False
-    if whole and all(n is read[0] for n in read):
+    if whole and all(n is whence[0] for n in whence):
         return len(shapes) == 1
-    return all(kind(n) in SLICING and edges(n)[0][0] is edges(read[0])[0][0] for n in read)
+    cut = [source(edge, PERMUTING | SLICING)[0] for edge in read]
+    return all(kind(n) in SLICING for n in whence) and all(n is cut[0] for n in cut)
 
 
-def warn_of_parts(at: Step, edge: Edge) -> None:
-    """Says that a batch norm is no longer one with the layer in front of it, because that one is in parts."""
-    if kind(edge[0]) in BATCH_NORMS and of_parts(at, edges(edge[0])[0], cut=True):
-        at.warn("follows parts of a layer; it is taken for a step of its own, not for one with the layer.")
+def behind_scales(edge: Edge, active: Active) -> tuple[Edge, bool]:
+    """What steps of constants started from, and whether one of them multiplies every channel by its number."""
+    scaled = False
+    while (node := source(edge, PERMUTING)[0]) is not None and kind(node) not in CENTRING:
+        position = scaled_at(node, active)
+        step = None if position is None else constants(node, position)
+        if position is None or step is None:
+            break
+        scaled = scaled or each_channel(step[0], shape((node, 0)))
+        edge = edges(node)[position]
+    return edge, scaled
+
+
+def each_channel(scale: Tensor | None, size: Sequence[int]) -> bool:
+    """Whether a constant has a number for each channel, as far as its shape tells."""
+    of_samples = scale is not None and scale.ndim == len(size) > 1 and scale.shape[0] > 1
+    return scale is not None and not of_samples and sum(n > 1 for n in scale.shape) == 1
+
+
+def warn_of_parts(at: Step, edge: Edge, below: Container[Node] | None = None) -> None:
+    """Says that a scale or batch norm is no longer one with the layer in front of it, because that one is in parts."""
+    edge, scaled = behind_scales(edge, at.walk.active)
+    if scaled and (of_parts(at, edge, cut=True, below=below) or (below is None and is_written_out(at, edge))):
+        which = "a layer" if below is None else "the first layer"
+        at.warn(f"follows parts of {which}; it is taken for a step of its own, not for one with the layer.")
 
 
 def asked_inside(at: Step, inside: Sequence[Edge]) -> bool:

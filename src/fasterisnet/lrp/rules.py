@@ -28,6 +28,7 @@ from fasterisnet.lrp.kernels import Quotient, wide
 from fasterisnet.lrp.kinds import GROUPS, SUMS
 from fasterisnet.lrp.layers import layer, through
 from fasterisnet.lrp.parts import (
+    adds_layer,
     adds_nothing,
     asked_inside,
     is_written_out,
@@ -37,18 +38,18 @@ from fasterisnet.lrp.parts import (
     one_unit,
     warn_of_parts,
 )
+from fasterisnet.lrp.pools import WITH_MEAN, pool_zplus
+from fasterisnet.lrp.softmax import softmax_by_hand, softmax_zplus
 from fasterisnet.lrp.step import Step
-from fasterisnet.lrp.units import Unit, scaled_at, unit
+from fasterisnet.lrp.units import Unit, is_line, scaled_at, unit
 from fasterisnet.lrp.zb import first_layer
 from fasterisnet.lrp.zplus import (
     activation_zplus,
     linear_zplus,
     norm_zplus,
     output_of,
-    pool_zplus,
     product_zplus,
     signed_zplus,
-    softmax_zplus,
     sum_zplus,
 )
 
@@ -87,12 +88,20 @@ class RuleTable:
     def apply(self, at: Step, group: str | None) -> None:
         """The rule for this node; a first layer inside a box takes zB, whatever the table says."""
         recognised = group in _MAY_BE_ACTIVATIONS and (self.loud or at.walk.box is not None)
-        found = activation(at.node, at.walk.active) if recognised else None
+        halves = "sum" not in self.rules or at.walk.box is not None  # elsewhere a sum of two halves is announced
+        found = activation(at.node, at.walk.active, at.walk.wants, halves) if recognised else None
         at.activation = None if found is None else found._replace(x=wide(found.x), y=wide(found.y))
         if at.walk.box is not None and first_layer(at):
             at.treated("zB")
             return
+        if group is None and self.loud and softmax_by_hand(at):
+            at.treated("softmax")
+            return
         group = group if at.activation is None else "activation"
+        if is_line(at.node, at.walk.active):
+            group = "sum"
+        elif at.kind in WITH_MEAN and is_linear_here(at):
+            group = "pool"
         rule = self.rules.get(group or "")
         if group is None and self.loud and not is_linear_here(at):
             at.warn()
@@ -106,7 +115,7 @@ def is_linear_here(at: Step) -> bool:
     """A sum among other reductions; of a mean and a variance computed together, relevance passes the mean alone."""
     if at.kind == "ScatterReduce":
         return at.saved("reduce") in ("sum", "mean")
-    return at.kind in ("VarMean", "StdMean") and all(set(by) == {1} for by in at.flow.values())
+    return at.kind in WITH_MEAN and all(set(by) == {1} for by in at.flow.values())
 
 
 def announce(at: Step, table: RuleTable) -> None:
@@ -115,7 +124,9 @@ def announce(at: Step, table: RuleTable) -> None:
     complex_layer = GROUPS.get(at.kind) in known and at.node._input_metadata[0].dtype.is_complex
     if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.walk.active):
         at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
-    elif (at.kind == "Lerp" and at.is_active(2)) or (at.kind.startswith("GridSampler") and at.is_active(1)):
+    elif (at.kind == "Lerp" and at.is_active(2) and not is_line(at.node, at.walk.active)) or (
+        at.kind.startswith("GridSampler") and at.is_active(1)
+    ):
         at.warn("has weights computed from the images; its ordinary derivative was used.")
     elif GROUPS.get(at.kind) == "norm" and any(at.active[1:]):
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
@@ -123,6 +134,8 @@ def announce(at: Step, table: RuleTable) -> None:
         at.warn("is a layer that z+ and gamma do not know; its derivative was used.")
     elif table.needs_values and not table.in_R and is_written_out(at, (at.node, 0)):
         at.warn("adds up products with weights, a layer in parts; gamma takes its derivative.")
+    elif table.needs_values and not table.in_R and adds_layer(at):
+        at.warn("adds a layer and its scale at once; gamma takes its derivative.")
     elif table.in_R:
         weight = {"Lerp": at.saved("weight"), "IndexAdd": at.saved("alpha")}.get(at.kind, 0)
         upper = 1 if at.kind == "Lerp" else math.inf
@@ -159,8 +172,10 @@ def linear_gamma(gamma: float) -> Rule:
         if found is not None and not (GROUPS[at.kind] == "product" and asked_inside(at, found.inside)):
             one_unit(at, found.layer.node, found.inside)
             of(at, found)
-        elif GROUPS[at.kind] == "norm":
+            return
+        if found is None and not number:
             warn_of_parts(at, (at.node, 0))
+        if GROUPS[at.kind] == "norm":
             norm_constant(at)
         else:
             at.ends_start = at.ends_start and not adds_nothing(at)
@@ -256,4 +271,6 @@ def tables(rule: Rules, epsilon: float = 0.01) -> RuleTable | dict[Any, RuleTabl
     """The table, or for a dict of modules the table of each, in terms of G so that they can meet in one pass."""
     if not isinstance(rule, Mapping):
         return table(rule, epsilon)
-    return {"default": table("epsilon", epsilon)} | {k: among_others(table(v, epsilon)) for k, v in rule.items()}
+    found = {"default": table("epsilon", epsilon)} | {k: table(v, epsilon) for k, v in rule.items()}
+    alone = all(t == found["default"] for t in found.values())
+    return found if alone else {k: among_others(t) for k, t in found.items()}

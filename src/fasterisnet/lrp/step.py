@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from fasterisnet.errors import RuleError
+from fasterisnet.lrp.activations import may_be_masked
 from fasterisnet.lrp.kernels import Quotient, stabilised, wide
 from fasterisnet.lrp.kinds import GROUPS, SAME, Edge, Node, edges, kind, shape, spoken
 from fasterisnet.lrp.layers import through
-from fasterisnet.lrp.record import note
+from fasterisnet.lrp.record import Note, note
 
 if TYPE_CHECKING:
     from fasterisnet.lrp.activations import Activation
@@ -34,6 +35,11 @@ UNWALKABLE = {
 LAYERS = frozenset({"linear", "bilinear", "norm", "activation", "sum", "pool", "signed", "attention"})
 
 
+def replays(found: Note | None) -> str:
+    """The kind of operation that changed a tensor in place through a view; "" if numbers only moved."""
+    return "" if found is None or found.replay is None else found.replay.overloadpacket.__name__.capitalize()
+
+
 class Step:
     """One node of a walk with what arrived at it; a rule reads from here and sends on from here."""
 
@@ -49,11 +55,23 @@ class Step:
     def take(self) -> None:
         """Applies the rule of the table; in front of the first layer zB's relevance goes on as it is."""
         group = GROUPS.get(self.kind)
+        alone = self.walk.scores and self.table.loud  # a forward pass that may not have been recorded
         if self.is_score and group != "linear":
+            if alone and group in self.table.rules and self.walk.joins_outputs(self.node):
+                self.warn(
+                    "makes one number a sample of several layers' outputs: it is taken for a part of the score, with "
+                    "its derivative. If it is a part of the network, let that return (batch, 1)."
+                )
             self.pass_on()
+        elif alone and set(self.flow) != {"start"} and may_be_masked(self.node, self.walk.active):
+            self.warn(
+                "may be an activation by a mask of its own signs; to see that, run the forward pass inside "
+                "`with fasterisnet.recording():`. Its ordinary derivative was used."
+            )
+            self.table.apply(self, group)
         elif self.node not in self.walk.affine:
             self.table.apply(self, group)
-        elif self.kind in AFFINE:
+        elif self.kind in AFFINE or replays(self.note) in AFFINE:
             self.send(self.active.index(True), "B", self.flow["B"][0])
         else:
             self.pass_on()
@@ -174,7 +192,9 @@ class Step:
                     self.send(position, form, t if x is None or x.shape != t.shape else t * x)
 
     def warn(self, why: str = "has no relevance rule: its ordinary derivative was used.") -> None:
-        self.walk.log.announce(spoken(self.kind), self.walk.place(self.node), why)
+        """Once for each operation and module. Where the derivative is what is asked for, there is nothing to say."""
+        if self.table.loud or self.walk.box is not None:
+            self.walk.log.announce(spoken(self.kind), self.walk.place(self.node), why)
 
     def treated(self, how: str) -> None:
         """For the record."""

@@ -38,7 +38,8 @@ def relevance(
     Every map is `R = x * G` (paper: RG, R0).
 
     Args:
-        score: what is explained, one number a sample; several are added up.
+        score: what is explained, one number a sample; several are added up. Whatever makes it of the last tensor that
+            has more than one dimension is the score's, with its derivative, and no part of the network.
         inputs: the images, or any tensors on the way from them to the score. They must have required a gradient
             before the forward pass.
         rule: "epsilon", "zplus", "gamma", "gradient" or a `RuleTable`. z+ and gamma read values that autograd does not
@@ -154,7 +155,15 @@ class Trace:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(SmallMaps())
             stack.enter_context(self.recorder)
-            output = self.model(self.root.clone())  # a copy, which the model may overwrite
+            try:
+                output = self.model(self.root.clone())  # a copy, which the model may overwrite
+            except (RuntimeError, ValueError) as error:
+                if self.root.ndim != 3:
+                    raise
+                raise InputError(
+                    f"The model cannot take images of shape {tuple(self.root.shape)}: {error} If that is one image, "
+                    "(channels, height, width), give a batch of one: images.unsqueeze(0)."
+                ) from error
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor):
             raise InputError(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fasterisnet.lrp.kernels import wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, NORMS, SUMS, Edge, Node, descend, edges, kind, shape, source
+from fasterisnet.lrp.kinds import BATCH_NORMS, NORMS, SUMS, Edge, Node, descend, edges, kind, shape
 from fasterisnet.lrp.layers import CLASSES, Active, Layer, layer, norm, operand, through
 
+AFFINE = NORMS | SUMS | {"Mul", "Div", "Neg", "Addcmul", "Addcdiv"}
 CENTRING = NORMS - BATCH_NORMS  # their means are computed from the images
 
 
@@ -42,33 +43,29 @@ class Unit:
         y = self.layer.forward(self.x, self.weight)
         return y if self.bias is None else y + self.bias
 
-    def each_channel(self, t: Tensor) -> Tensor | None:
-        """One number a channel, if t has no more than that."""
-        if not self.layer.per_channel:
-            return None
-        rows = t.movedim(self.layer.channels, 0).reshape(t.shape[self.layer.channels], -1)
-        return rows[:, 0] if rows.shape[1] == 1 or torch.equal(rows[:, :1].expand_as(rows), rows) else None
-
     def behind(self, scale: Tensor | None, shift: Tensor | None, size: Sequence[int]) -> Unit | None:
         """This unit with `scale y + shift` behind it, both of the size of y or broadcast to it."""
-        scale, shift = (None if t is None else self._before(t, size) for t in (scale, shift))
+        scale, shift = (before(self.path, t, size) for t in (scale, shift))
         weight, bias = self.weight, self.bias
         if scale is not None:
-            each = self.each_channel(scale)
+            each = self.layer.each_channel(scale)
             if each is None:
                 return None
             weight, bias = self.layer.scaled(weight, each), None if bias is None else bias * scale
         scaled = self.scaled or scale is not None
-        if shift is not None and bias is not None and self.each_channel(shift) is None:
+        if shift is not None and bias is not None and self.layer.each_channel(shift) is None:
             return None  # a sum with what is no bias, such as an embedding of positions
         doubtful = not scaled and (self.doubtful or (self.layer.has_bias and shift is not None))
         bias = bias if shift is None else shift if bias is None else bias + shift
         return replace(self, weight=weight, bias=bias, scaled=scaled, doubtful=doubtful)
 
-    def _before(self, t: Tensor, size: Sequence[int]) -> Tensor:
-        """A constant that meets y after its rearrangements, as it would be before them."""
-        t = t.view(*[1] * (len(size) - t.ndim), *t.shape)
-        return through(self.path, t.expand(tuple(size)).contiguous()) if self.path else t
+
+def before(path: Sequence[Node], t: Tensor | None, size: Sequence[int]) -> Tensor | None:
+    """A constant that meets y after its rearrangements, as it would be before them."""
+    if t is None:
+        return None
+    t = t.view([1] * (len(size) - t.ndim) + list(t.shape))
+    return through(path, t.expand(tuple(size)).contiguous()) if path else t
 
 
 def unit(edge: Edge, active: Active, reads: Container[Node] | None = None) -> Unit | None:
@@ -88,7 +85,7 @@ def _unit(edge: Edge, active: Active, reads: Container[Node] | None) -> Unit | N
         return Unit(found, found.weight, found.bias, path, [(node, number)])
     at = scaled_at(node, active)
     below = None if at is None or kind(node) in CENTRING else _unit(edges(node)[at], active, reads)
-    step = None if at is None or below is None else _constants(node, at, below.weight)
+    step = None if at is None or below is None else constants(node, at)
     if at is None or below is None or step is None:
         return None
     found = below.behind(*step, shape((node, 0)))
@@ -97,12 +94,16 @@ def _unit(edge: Edge, active: Active, reads: Container[Node] | None) -> Unit | N
 
 @dataclass
 class Chain:
-    """Steps of constants one behind the other, as one: `y = scale x + shift`. inside: the edges in between."""
+    """Steps of constants one behind the other, as one: `y = scale x + shift`.
+
+    path: rearrangements between y and where its relevance arrives. inside: the edges in between.
+    """
 
     edge: Edge
     x: Tensor
     scale: Tensor | None
     shift: Tensor
+    path: list[Node] = field(default_factory=list)
     inside: list[Edge] = field(default_factory=list)
 
     def scaled(self, t: Tensor) -> Tensor:
@@ -111,17 +112,18 @@ class Chain:
     def output(self) -> Tensor:
         return self.scaled(self.x) + self.shift
 
-    def behind(self, scale: Tensor | None, shift: Tensor | None, at: Edge) -> Chain:
+    def behind(self, scale: Tensor | None, shift: Tensor | None, size: Sequence[int]) -> Chain:
         """This chain with `scale y + shift` behind it. A shift of constants gets no gradient, one of means does."""
+        scale, shift = (before(self.path, t, size) for t in (scale, shift))
         total = self.shift if scale is None else self.shift * scale
         total = total if self.shift.requires_grad else total.detach()
         factor = self.scale if scale is None else self.scaled(scale)
-        return replace(self, scale=factor, shift=total if shift is None else total + shift, inside=[at, *self.inside])
+        return replace(self, scale=factor, shift=total if shift is None else total + shift)
 
 
 def chain(edge: Edge, active: Active) -> Chain | None:
     """The steps that end at an edge, norms among them, down to the first that adds something; None if none does."""
-    node, number = source(edge)
+    path, (node, number) = descend(edge)
     at = None if node is None else scaled_at(node, active)
     if node is None or at is None:
         return None
@@ -129,29 +131,39 @@ def chain(edge: Edge, active: Active) -> Chain | None:
     if kind(node) in CENTRING or (kind(node) in NORMS and below is None):
         found = norm(node)
         shift = found.shift().detach() if found.centred is None else found.shift()
-        return Chain(edges(node)[0], found.x, found.full_scale, shift, [(node, number)])
-    like = node._input_metadata[0]
-    step = _constants(node, at, wide(torch.empty((), dtype=like.dtype, device=like.device)))
+        return Chain(edges(node)[0], found.x, found.full_scale, shift, path, [(node, number)])
+    step = constants(node, at)
     if step is None:
         return None
     scale, shift = step[0], None if step[1] is None else step[1].detach()
     if below is not None:
-        return below.behind(scale, shift, (node, number))
-    return None if shift is None else Chain(edges(node)[at], wide(operand(node, at)), scale, shift, [(node, number)])
+        found = below.behind(scale, shift, shape((node, 0)))
+        inside = [(node, number), edges(node)[at], *found.inside]
+        return replace(found, path=[*path, *found.path], inside=inside)
+    if shift is None:
+        return None
+    return Chain(edges(node)[at], wide(operand(node, at)), scale, shift, path, [(node, number)])
 
 
 def scaled_at(node: Node, active: Active) -> int | None:
     """Which operand a step scales or shifts by constants, element by element; None if it is another step."""
     on, what = active(node), kind(node)
-    known = what in NORMS or what in SUMS or what in ("Mul", "Div", "Neg", "Addcmul", "Addcdiv")
+    known = what in AFFINE or is_line(node, active)
     if not known or sum(on) != 1 or shape(edges(node)[on.index(True)]) != shape((node, 0)):
         return None
     return on.index(True) if what not in NORMS or on[0] else None
 
 
-def _constants(node: Node, at: int, like: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+def is_line(node: Node, active: Active) -> bool:
+    """`lerp(a, b, x)`, which is `(b - a) x + a`."""
+    return kind(node) == "Lerp" and active(node)[2:] == [True] and not any(active(node)[:2])
+
+
+def constants(node: Node, at: int) -> tuple[Tensor | None, Tensor | None] | None:
     """A step `scale x + shift` of constants; None if it is none."""
     what, scale, shift = kind(node), None, None
+    like = node._input_metadata[0]
+    like = wide(torch.empty((), dtype=like.dtype, device=like.device))
     if what in BATCH_NORMS:
         found = norm(node)
         return (found.full_scale, found.shift()) if found.centred is None else None
@@ -161,6 +173,9 @@ def _constants(node: Node, at: int, like: Tensor) -> tuple[Tensor | None, Tensor
         scale, shift = signs[at], operand(node, 1 - at) * signs[1 - at]
     elif what == "Neg":
         scale = -1
+    elif what == "Lerp":
+        shift = operand(node, 0, "self")
+        scale = operand(node, 1, "end") - shift
     elif what in ("Addcmul", "Addcdiv"):
         if (what, at) == ("Addcdiv", 2):
             return None

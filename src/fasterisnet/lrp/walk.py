@@ -18,8 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from fasterisnet.errors import InputError, RuleError, RuleWarning
 from fasterisnet.lrp.kernels import wide
-from fasterisnet.lrp.kinds import GROUPS, MOVING, Edge, Node, edges, kind, source, spoken
-from fasterisnet.lrp.step import AFFINE, Flow, Step
+from fasterisnet.lrp.kinds import GROUPS, MOVING, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.record import note
+from fasterisnet.lrp.step import AFFINE, Flow, Step, replays
 
 if TYPE_CHECKING:
     from fasterisnet.lrp.rules import RuleTable
@@ -177,6 +178,25 @@ class Walk:
         """Whether the relevance at one of these edges was asked for."""
         return any(edge[0] is end[0] and edge[1] == end[1] for edge in asked for end in self.ends[1:])
 
+    def joins_outputs(self, node: Node) -> bool:
+        """Whether a node, one number a sample, is made of outputs of which none comes from another one."""
+        found: set[Node] = set()
+        waiting = [node] if len(shape((node, 0))) == 1 else []
+        while waiting:
+            for edge, on in zip(edges(waiting[-1]), self.active(waiting.pop()), strict=True):
+                below = source(edge)[0]
+                if on and below in self.reached:
+                    (waiting.append if len(shape((below, 0))) <= 1 else found.add)(below)
+        return len([n for n in found if not self._leads_to(n, found - {n})]) > 1
+
+    def _leads_to(self, node: Node, others: set[Node]) -> bool:
+        seen, waiting = {node}, [node]
+        while waiting and not seen & others:
+            on = [n for n, _ in edges(waiting.pop()) if n in self.reached and n not in seen]
+            seen.update(on)
+            waiting += on
+        return bool(seen & others)
+
     # --- what lies in front of the first layer ---------------------------------------------------------------------
 
     def _is_affine(self, node: Node) -> bool:
@@ -185,6 +205,8 @@ class Walk:
             len(below) == 1 and (what in MOVING or what in AFFINE) and not (what == "Div" and not self.active(node)[0])
         )
         joined = what in ("Cat", "Stack", "CopySlices") and len(below) > 0
+        in_place = replays(note(node)) if what == "CopySlices" else ""
+        joined = joined and (not in_place or (in_place in AFFINE and len(below) == 1 and self.active(node)[0]))
         return node is self.root[0] or ((one or joined) and all(n in self.affine for n in below))
 
     def bounds(self, edge: Edge, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +222,10 @@ class Walk:
             flow = sum(Walk(gradient_table(), [self.root], create_graph=True).run(edge, u)[self.root].values())
             assert isinstance(flow, Tensor)
             at_low, at_high = (
-                torch.autograd.grad(flow, u, (bound - images).to(flow.dtype), retain_graph=True)[0] + x.detach()
+                x
+                + torch.autograd.grad(
+                    flow, u, (bound - images).to(flow.dtype), retain_graph=True, create_graph=self.create_graph
+                )[0]
                 for bound in (low, high)
             )
         return torch.minimum(at_low, at_high), torch.maximum(at_low, at_high)

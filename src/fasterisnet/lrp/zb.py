@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS, edges, kind, source
+from fasterisnet.lrp.kinds import BATCH_NORMS, GROUPS
 from fasterisnet.lrp.layers import norm, through
-from fasterisnet.lrp.parts import of_parts, one_unit
+from fasterisnet.lrp.parts import one_unit, warn_of_parts
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.units import unit
 from fasterisnet.lrp.zplus import two_sided
@@ -21,10 +21,7 @@ def first_layer(at: Step) -> bool:
         return False
     made = unit((at.node, 0) if found is None else found.edge, at.walk.active, reads=at.walk.affine)
     if made is None:
-        normed = (at.node, 0) if found is None else source(found.edge)
-        apart = normed[0] is not None and kind(normed[0]) in BATCH_NORMS
-        if apart and of_parts(at, edges(normed[0])[0], cut=True, below=at.walk.affine):
-            at.warn("follows parts of the first layer; zB takes it for a step of its own, not for one with the layer.")
+        warn_of_parts(at, (at.node, 0) if found is None else found.edge, below=at.walk.affine)
         return False
     one_unit(at, made.layer.node, made.inside if found is None else [*made.inside, found.edge])
     if found is not None:

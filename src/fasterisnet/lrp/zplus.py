@@ -16,12 +16,8 @@ from fasterisnet.lrp.kinds import (
     BATCH_NORMS,
     GROUPS,
     PERMUTING,
-    POOLING,
     SUMS,
-    Edge,
-    edges,
     kind,
-    shape,
     source,
 )
 from fasterisnet.lrp.layers import CLASSES, layer, norm, operand, through
@@ -36,12 +32,9 @@ from fasterisnet.lrp.parts import (
     one_unit,
     warn_of_parts,
 )
+from fasterisnet.lrp.pools import mean_zplus
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.units import Chain, Unit, chain, unit
-
-# Pools that take every number alone where they leave the size, or the number of numbers, as it was.
-RESIZING = frozenset(kind for kind in POOLING if kind.startswith(("AdaptiveAvgPool", "Upsample")))
-WHOLE = frozenset({"Mean", "Sum", "Nansum"})
 
 
 def linear_zplus(at: Step) -> None:
@@ -117,10 +110,11 @@ def of_constants(at: Step) -> bool:
     if layer is not None and not (GROUPS[at.kind] == "product" and asked_inside(at, layer.inside)):
         _zplus(at, layer)
         return True
+    if layer is None:
+        warn_of_parts(at, (at.node, 0))
     steps = chain((at.node, 0), at.walk.active)
     if steps is None or (len(steps.inside) == 1 and at.kind in SUMS) or asked_inside(at, steps.inside):
         return False
-    warn_of_parts(at, steps.inside[-1])
     _diagonal(at, steps)
     return True
 
@@ -128,7 +122,7 @@ def of_constants(at: Step) -> bool:
 def _diagonal(at: Step, found: Chain) -> None:
     """A layer with one weight a number."""
     x, scale = found.x, torch.ones_like(found.x) if found.scale is None else found.scale
-    s = at.over((scale * x).clamp(min=0) + found.shift.clamp(min=0), found.output)
+    s = at.over((scale * x).clamp(min=0) + found.shift.clamp(min=0), found.output, found.path)
     at.share(found.edge, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
 
 
@@ -178,38 +172,6 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
     return t.detach() if constant else t
 
 
-def pool_zplus(at: Step) -> None:
-    """A layer with weights A >= 0: `s = R_y/(A x+ + eps)`, `R_x = x+ (A^T s)`. Sums of sums are one sum."""
-    before, after = shape(at.edge(0)), shape((at.node, 0))
-    alone = WHOLE | {"Col2Im"}
-    if before == after if at.kind in RESIZING else at.kind in alone and math.prod(before) == math.prod(after):
-        at.ends_start = False
-        at.pass_on()  # every sum has one number
-        return
-    pools = [at]
-    while at.kind in WHOLE and kind(pools[-1].edge(0)[0]) in WHOLE and not at.walk.wants(pools[-1].edge(0)):
-        pools.append(Step(at.walk, pools[-1].edge(0)[0], at.flow))
-    last = pools[-1]
-    known = None if last.note is None else last.note.tensors
-    xs = [
-        wide(known[i] if known else operand(last.node, i, "self")) if on else None for i, on in enumerate(last.active)
-    ]
-
-    def pooled(values: Sequence[Tensor | None]) -> Tensor:
-        found = last.forward(values)
-        for pool in pools[-2::-1]:
-            found = pool.forward([found])
-        return found
-
-    s = at.over(pooled([None if x is None else x.clamp(min=0) for x in xs]), lambda: pooled(xs))
-    back: Sequence[Tensor | None] = [s]
-    for pool in pools:
-        back = pool.ordinary({0: back[0]})  # type: ignore[dict-item]
-    for position, (t, x) in enumerate(zip(back, xs, strict=False)):
-        if t is not None and x is not None:
-            at.share(last.edge(position), t * (x > 0), x)
-
-
 def activation_zplus(at: Step) -> None:
     """ReLU passes relevance on. Others: `R_x = x/(x + eps*sign(x)) R_y`."""
     found = at.activation
@@ -225,40 +187,14 @@ def activation_zplus(at: Step) -> None:
             at.send_R(found.edge, R)
 
 
-def softmax_zplus(at: Step) -> None:
-    """Relevance of a weight is that of its score, before anything was added to all scores at once."""
-    for form, by in at.flow.items():
-        edge = _unshifted(at) if form == "R" else at.edge(0)
-        at.send(edge, form, by[0] if form == "R" else at.ordinary(by)[0])
-
-
-def _unshifted(at: Step) -> Edge:
-    """Scores without what is the same for all that a softmax compares, such as their maximum."""
-    edge, size = at.edge(0), shape(at.edge(0))
-    while (node := source(edge)[0]) is not None and kind(node) in ("Add", "Sub") and not at.walk.wants(edge):
-        shift = operand(node, 1)
-        dim = at.saved("dim") % len(size) - len(size)
-        alike = not isinstance(shift, Tensor) or shift.ndim < -dim or shift.shape[dim] == 1
-        if not at.walk.active(node)[0] or not alike or shape(edges(node)[0]) != size:
-            break
-        edge = edges(node)[0]
-    return edge
-
-
 def product_zplus(at: Step) -> None:
-    """Half to each of two factors. A number behind a sum makes a mean of it: the stabiliser is that of the mean."""
+    """Half to each of two factors; a constant behind a layer, another constant or a sum is one with it."""
     at_sum = at.active.index(True)
     scale = number_of(at)
     apart = sum(at.active) == 1 and (math.isnan(scale) or (scale > 0 and unit((at.node, 0), at.walk.active) is None))
     if apart and of_constants(at):
         return
-    node = source(at.edge(at_sum))[0]
-    alone = scale > 0 and set(at.flow) == {"R"} and not at.walk.wants(at.edge(at_sum), source(at.edge(at_sum)))
-    if alone and node is not None and kind(node) in WHOLE and shape((node, 0)) == shape((at.node, 0)):
-        below = Step(at.walk, node, at.flow)
-        below.eps = at.eps / scale
-        pool_zplus(below)
-    else:
+    if not mean_zplus(at, at_sum):
         product_half(at)
 
 
