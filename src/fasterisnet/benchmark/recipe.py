@@ -14,7 +14,8 @@ from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import UsageError
 from fasterisnet.files import read_file
 from fasterisnet.methods import METHODS
-from fasterisnet.runs.config import Config, nearest
+from fasterisnet.runs.config import Config
+from fasterisnet.runs.spelling import nearest
 
 OPTIONS = ["preset", *(option.name for option in fields(Config))]
 PAPER = "paper"  # the recipe of the paper, where the one of a name is another

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse(options: argparse.Namespace, unknown: list[str]) -> None:
     """Ends with the usage of the command that was meant and the option nearest to the one that was written."""
-    from fasterisnet.runs.config import nearest_option
+    from fasterisnet.runs.spelling import nearest_option
 
     word = unknown[0].partition("=")[0]
     known = [flag for action in options.parser._actions for flag in action.option_strings]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from fasterisnet.files import read_file
 from fasterisnet.lrp.box import IMAGENET
 from fasterisnet.methods import METHODS, Method, method_class, options_of
 from fasterisnet.methods.background import FILLS
+from fasterisnet.runs.spelling import nearest_option
 from fasterisnet.runs.values import (
     AUTO,
     Check,
@@ -49,13 +49,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "calibration_epochs": 4, "calibration_batches": 0, "calibration_lr": 1e-3, "statistics_batches": 0,
         "settled": 0.0,
     },
-}  # fmt: skip
-# What other programs call our options; spelling alone would not lead there.
-MEANT = {
-    "learning-rate": "lr", "optimiser": "optimizer", "batch-size": "batch", "num-workers": "workers",
-    "gpu": "accelerator gpu", "gpus": "accelerator gpu", "cuda": "accelerator gpu", "cpu": "accelerator cpu",
-    "device": "accelerator", "image-size": "size", "img-size": "size", "output-dir": "out", "run-dir": "out",
-    "architecture": "model", "balanced": "class-weights balanced",
 }  # fmt: skip
 
 
@@ -341,18 +334,3 @@ class Config:
 def paper_weight(method: str) -> float:
     """P in the paper."""
     return 0.95 if method == "dual" else 0.9
-
-
-def nearest(word: str, known: list[str]) -> str:
-    """How an error about an unknown word ends."""
-    close = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean '{close[0]}'?" if close else f"; there are: {', '.join(known)}."
-
-
-def nearest_option(word: str, known: list[str], dashes: str = "") -> str:
-    """`nearest` for options, also by what they are called elsewhere. dashes: what each of `known` begins with."""
-    foreign = {dashes + name: dashes + own for name, own in MEANT.items()}
-    foreign = {name: own for name, own in foreign.items() if own.partition(" ")[0] in known}
-    names = {name.replace("_", "-"): name for name in known} | foreign
-    close = difflib.get_close_matches(word.replace("_", "-"), names, 1, 0.5)
-    return f"; did you mean '{names[close[0]]}'?" if close else nearest(word, known)

@@ -15,9 +15,9 @@ from fasterisnet.errors import InputError, UsageError
 from fasterisnet.evaluation.figures import heatmap_figure, is_own_figure, save_figure
 from fasterisnet.lrp.explain import explain
 from fasterisnet.lrp.logits import logits_in
-from fasterisnet.runs.config import nearest
 from fasterisnet.runs.folder import Run
 from fasterisnet.runs.report import viewable
+from fasterisnet.runs.spelling import nearest
 
 
 def explain_files(
