@@ -230,7 +230,7 @@ class Soak:
             if command.code == 0:
                 break
             if self.random.random() < 0.1:
-                self.change(run)
+                self.change(kind, run)
         else:
             self.counts["not finished"] += 1
             print(f"{run} has not finished: {run.name}.log", flush=True)
@@ -252,13 +252,13 @@ class Soak:
         if extra:
             print(f"{run} still holds {', '.join(sorted(extra))}", flush=True)
 
-    def change(self, run: Path) -> None:
+    def change(self, kind: str, run: Path) -> None:
         """A picture more: going on is refused, and possible again when it is gone."""
         if not (run / "state.pt").exists():
             return
         added = self.data / "train" / "disc" / "added.png"
         shutil.copy(next((self.data / "train" / "disc").glob("*.png")), added)
-        command = Command(["train", "--resume", str(run)], self.folder / f"{run.name}.log", quick=True)
+        command = Command(["train", "--resume", str(run)], self.folder / f"{run.name}.log", quick=kind == "one process")
         refused = command.wait() and command.code == cli.USAGE
         added.unlink()
         self.counts["changed data refused" if refused else "changed data NOT noticed"] += 1
