@@ -31,7 +31,7 @@ from attacks.test_places import everything
 from commands import Command
 from fasterisnet import files
 from fasterisnet.app import Viewer
-from fasterisnet.data.base import Reading, Source, Subset
+from fasterisnet.data.base import Source
 from fasterisnet.data.boxes import read_voc
 from fasterisnet.data.files import Files
 from fasterisnet.data.reader import Reader
@@ -41,6 +41,7 @@ from fasterisnet.methods.ranges import Ranges
 from fasterisnet.runs import fingerprint, lock
 from fasterisnet.training import calibration, loop
 from fasterisnet.training import data as training_data
+from trouble import Trouble
 
 __all__ = ["mark"]
 WITH_MAPS = ["--method", "stochastic", "--calibration-epochs", "0"]
@@ -56,22 +57,6 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- it does not hang -------------------------------------------------------------------------------------------------
-
-
-class Trouble(Subset):
-    """Samples of which one, once, ends the process that reads it, or keeps it for an hour."""
-
-    def __init__(self, samples: Any, what: str, once: Path) -> None:
-        super().__init__(samples, range(len(samples)))
-        self.what, self.once = what, once
-
-    def read(self, index: int) -> Reading:
-        if index == 7 and not self.once.exists():
-            self.once.touch()
-            if self.what == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3600)
-        return super().read(index)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from fasterisnet.data.base import Reading, Subset
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.loader import Loader, LoadingError
 from fasterisnet.data.preparation import Preparation
 from fasterisnet.runs.config import Config
 from fasterisnet.runs.folder import Run
 from fasterisnet.training import loop
+from trouble import Trouble
 
 PREPARATION = Preparation(16)
-
-
-class Trouble(Subset):
-    """Samples of which one does not come: its reader sleeps, or dies."""
-
-    def __init__(self, what: str, folder: Path) -> None:
-        samples = drawn_source(per_class=4, size=16).split("train")
-        super().__init__(samples, range(len(samples)))
-        self.what, self.once = what, folder / "once"
-
-    def read(self, index: int) -> Reading:
-        if index == 7 and not self.once.exists():
-            self.once.touch()
-            if self.what == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(3600)
-        return super().read(index)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "message"), [("sleeps", "sent no batch for 5 s"), ("dies", "died")])
 def test_the_worker_is_named(what: str, message: str, tmp_path: Path) -> None:
     loader = Loader(
-        Trouble(what, tmp_path),
+        Trouble(drawn_source(per_class=4, size=16).split("train"), what, tmp_path / "once"),
         PREPARATION,
         3,
         name="odd",
