@@ -13,6 +13,7 @@ fed the smallest square image they accept.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import importlib
 import importlib.util
@@ -61,7 +62,7 @@ regnetz_005 swin_s3_tiny_224 flexivit_small beitv2_base_patch16_224
 mobilenetv4_hybrid_medium convnext_zepto_rms
 """.split()
 # HuggingFace's that need another package, take no images or have no classes of their own.
-NOT_THESE = frozenset({"Dinat", "ImageGPT", "TimmWrapper", "ShieldGemma2", "PPLCNet"})
+NOT_THESE = frozenset({"Dinat", "ImageGPT", "TimmWrapper", "ShieldGemma2", "Siglip2", "PPLCNet"})
 
 
 @dataclass
@@ -118,19 +119,21 @@ class First(nn.Module):
         return self.model(images)[0]
 
 
-def smallest_input(model: nn.Module, case: Case) -> Tensor:
-    """Random images in [0, 1] of the smallest square (cubic) size the model accepts."""
-    model.eval()
+def smallest_input(model: nn.Module, case: Case) -> tuple[nn.Module, Tensor]:
+    """Random images in [0, 1] of the smallest square (cubic) size the model accepts, and the model.
+
+    Every size is tried on a copy: Swin keeps the windows that the first images had room for.
+    """
     failure: Exception | None = None
     for size in SIZES:
-        images = torch.rand(2, case.channels, *[size] * case.dimensions)
+        images, tried = torch.rand(2, case.channels, *[size] * case.dimensions), copy.deepcopy(model).eval()
         try:
             with torch.no_grad():
-                model(images)
+                tried(images)
         except (RuntimeError, AssertionError, ValueError, IndexError, ZeroDivisionError) as error:
             failure = error
         else:
-            return images
+            return tried, images
     raise RuntimeError(f"no input size of {SIZES} is accepted: {failure}")
 
 
@@ -139,7 +142,7 @@ def examine(case: Case) -> Row:
     row = Row(case.library, case.name)
     try:
         model = case.build()
-        images = smallest_input(model, case)
+        model, images = smallest_input(model, case)
         row.size = images.shape[-1]
         settle(model, images)
         verdict = fi.check(model, images)
@@ -167,15 +170,16 @@ def timm_models() -> Iterator[Case]:
 
 
 def huggingface_models() -> Iterator[Case]:
-    """Two layers of each kind of network, 64 pixels where the configuration says how many."""
+    """Two layers of each kind of network, 64 pixels where the configuration says how many and its windows fit."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     known = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
     def build(configuration: Any) -> nn.Module:
         made = configuration(num_labels=CLASSES)
         for part in (made, getattr(made, "vision_config", None)):
+            unless = {"num_hidden_layers": "depths", "image_size": "window_size"}
             for option, value in (("num_hidden_layers", 2), ("image_size", 64)):
-                if isinstance(getattr(part, option, None), int):
+                if isinstance(getattr(part, option, None), int) and not hasattr(part, unless[option]):
                     setattr(part, option, value)
         found = known[configuration]
         return (found[0] if isinstance(found, tuple) else found)(made)

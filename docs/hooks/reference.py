@@ -1,4 +1,4 @@
-"""What the site has besides docs/: the Python reference, from docstrings, and the pictures of results/."""
+"""What the site has besides docs/: the Python reference, from docstrings, and the pictures and tables of results/."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MARK = "<!-- reference -->"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the figures of results/, which lie beside docs/."""
+    """Adds the figures and tables of results/, which lie beside docs/."""
     root = Path(config["docs_dir"]).parent
-    for path in sorted(root.glob("results/**/*.png")):
+    for path in sorted([*root.glob("results/**/*.png"), *root.glob("results/**/*.md")]):
         files.append(File.generated(config, path.relative_to(root).as_posix(), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fills in the reference, and points at the figures where the site has them."""
+    """Fills in the reference, and points at figures and tables where the site has them."""
     return markdown.replace(MARK, reference() if MARK in markdown else "").replace("](../results/", "](results/")
 
 

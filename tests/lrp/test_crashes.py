@@ -212,6 +212,19 @@ def test_check_of_models_that_cannot_be_copied(kind: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_check_of_a_model_that_keeps_what_it_computed() -> None:
+    """A table computed once and kept, as EfficientFormer's biases: examined in double precision all the same."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.kept.setdefault("biases", m.table * 2)
+        return m.fc(torch.relu(m.hidden(x) + m.kept["biases"]))
+
+    model = Net(forward, hidden=nn.Linear(4, 6), fc=nn.Linear(6, 3), table=nn.Parameter(torch.randn(6)))
+    model.kept = {}
+    verdict = fi.check(model.float().eval(), pictures(2, 4).float())
+    assert verdict.ok and verdict.second_order_error < 1e-6, str(verdict)
+
+
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
 def test_check_says_why_reentrant_checkpointing_fails() -> None:
     model = Net(lambda m, x: checkpoint(m.inner, x, use_reentrant=True), inner=small()).eval()

@@ -79,7 +79,7 @@ def with_block_stabilisers(model: nn.Sequential, rule: str) -> nn.Sequential:
     for layer in model:
         layers.append(layer)
         if isinstance(layer, nn.MaxPool2d):
-            layers.append(nn.AvgPool2d(1) if rule == "zplus" else nn.ReLU())
+            layers.append(nn.LeakyReLU(1.0) if rule == "zplus" else nn.ReLU())
         elif isinstance(layer, nn.AvgPool2d) and rule == "epsilon":
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)

@@ -146,7 +146,8 @@ def programs(draw: st.DrawFn, smooth: bool = False) -> Program:
             return draft.add(Mul(), name, other)
         gate = draft.add(Act(torch.sigmoid), other, keeps=False, kept=True)
         draft.gates.add(gate)
-        return draft.add(Mul(gated=True, own=other == name), name, gate)
+        own = draft.tensors[other] == draft.tensors[name]  # steps in place give one tensor several names
+        return draft.add(Mul(gated=True, own=own), name, gate)
 
     kinds = ["conv", "conv", "relu", "relu", "add", "norm", "concat", "pool", "offset"]
     kinds += ["act", "act", "product", "roll"] if smooth else []

@@ -145,6 +145,35 @@ def test_two_signals_times_a_constant_still_share(rule: str) -> None:
     assert float((maps[0] - maps[1]).abs().max()) > 1e-3 * float(maps[1].abs().max())
 
 
+# --- sigmoid and tanh by each other --------------------------------------------------------------------------------
+
+SHIFTED: dict[str, tuple[Step, Step]] = {
+    "sigmoid": (lambda m, t: torch.sigmoid(t), lambda m, t: 0.5 * torch.tanh(t / 2) + 0.5),
+    "sigmoid, one added": (lambda m, t: torch.sigmoid(t), lambda m, t: (1 + torch.tanh(0.5 * t)) / 2),
+    "sigmoid, in place": (lambda m, t: torch.sigmoid(t), lambda m, t: t.div(2).tanh_().add(1).mul_(0.5)),
+    "tanh": (lambda m, t: torch.tanh(t), lambda m, t: 2 * torch.sigmoid(2 * t) - 1),
+    "tanh, mirrored": (lambda m, t: torch.tanh(t), lambda m, t: -(1 - torch.sigmoid(t * 2) * 2)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", SHIFTED)
+def test_sigmoid_and_tanh_by_each_other(name: str, rule: str) -> None:
+    plain, other = SHIFTED[name]
+    assert_same((between(plain), between(other)), rule, what=name)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_other_lines_around_a_tanh_are_steps(rule: str) -> None:
+    assert_same(
+        (
+            between(lambda m, t: torch.tanh(t / 3) * 0.5 + 0.5),
+            between(lambda m, t: torch.tanh(t / 3).div(2).add(0.5)),
+        ),
+        rule,
+    )
+
+
 # --- activations ---------------------------------------------------------------------------------------------------
 
 
@@ -518,3 +547,21 @@ def test_modules_that_never_ran() -> None:
             call()
     net(images)
     assert fi.explain(net, images, 0).shape == images.shape
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dims", [(2, 3), (1, 2, 3)])
+def test_a_normaliser_among_others_takes_no_relevance(dims: tuple[int, ...], rule: str) -> None:
+    """ConvNeXt V2's global response normalisation."""
+
+    def normalised(m: Any, t: Tensor, constant: bool) -> Tensor:
+        size = torch.linalg.vector_norm(t, dim=dims, keepdim=True)
+        factor = size / (size.mean(1, keepdim=True) + 1e-6)
+        return t * (factor.detach() if constant else factor)
+
+    first, second = twins([behind(lambda m, t, c=c: normalised(m, t, c)) for c in (False, True)], **parts())
+    (found, messages), (wanted, _) = (
+        quietly(lambda net=net: fi.explain(net, pictures(2, 3, 8, 8), 1, rule=rule)) for net in (first, second)
+    )
+    assert not messages
+    torch.testing.assert_close(found, wanted)

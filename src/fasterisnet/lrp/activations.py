@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fasterisnet.lrp.gates import BOUNDS, as_affine, constant_of, is_learned, squashes, unscaled
-from fasterisnet.lrp.kinds import ACTIVATIONS, SUMS, Edge, Node, edges, kind, shape, source, spoken
+from fasterisnet.lrp.gates import BOUNDS, CLAMPS, as_affine, clamped_to, constant_of, is_learned, squashes, unscaled
+from fasterisnet.lrp.kinds import ACTIVATIONS, SAME, SUMS, Edge, Node, edges, kind, shape, signs, source, spoken
 from fasterisnet.lrp.layers import Active, operand
 from fasterisnet.lrp.masks import one_number
 from fasterisnet.lrp.record import Note, note, was_seen
@@ -40,6 +40,7 @@ FORMULAS: dict[str, Callable[[Node, Tensor], Tensor]] = {
     ),
 }
 SQUASHING = frozenset({"Sigmoid", "Hardsigmoid", "Tanh"})
+OWN = "a product with an own gate"
 OF_ONE = ACTIVATIONS - BOUNDS.keys() - {"Relu"}
 
 
@@ -57,6 +58,8 @@ def run_again(node: Node, x: Tensor) -> Tensor:
 UNARY = ACTIVATIONS | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Exp", "Erf", "Reciprocal", "Log1P", "Expm1", "Abs",
                        "Clone", "ToCopy", "Sqrt", "Rsqrt", "Pow", "Log", "Where", "MaskedFill"}  # fmt: skip
 
+SHIFTING = SUMS | SAME | {"Mul", "Div", "Neg"}
+
 
 def activation(
     node: Node, active: Active, asked: Callable[..., bool] = lambda *edges: False, halves: bool = True
@@ -67,6 +70,8 @@ def activation(
     """
     if halves and kind(node) in SUMS and (joined := _of_halves(node, active, asked)) is not None:
         return joined
+    if kind(node) in SHIFTING | (OF_ONE & CLAMPS) and (shifted := _shifted(node, active)) is not None:
+        return shifted
     found, bounds = _activation(node, active), _bounds(node, active)
     if found is None or bounds is None:
         return found
@@ -107,13 +112,8 @@ def _bounds(node: Node, active: Active) -> tuple[float, float] | None:
     what, found, low, high = kind(node), note(node), None, None
     if found is not None and found.selected is not None:
         return found.bounds
-    if what in BOUNDS and sum(active(node)) == 1:
-        bound = node._saved_other if active(node)[0] else node._saved_self
-        low, high = (bound, None) if what in ("Maximum", "Fmax") else (None, bound)
-    elif what in ("Clamp", "ClampMin", "ClampMax"):
-        low, high = getattr(node, "_saved_min", None), getattr(node, "_saved_max", None)
-    elif what == "Hardtanh":
-        low, high = node._saved_min_val, node._saved_max_val
+    if what in CLAMPS and (what not in BOUNDS or sum(active(node)) == 1):
+        low, high = clamped_to(node, active(node).index(True))
     elif what == "Relu" or _is_relu(node, what):
         low = 0.0
     if (low is None and high is None) or (what not in BOUNDS and any(active(node)[1:])):
@@ -206,8 +206,9 @@ def may_be_masked(node: Node, active: Active) -> bool:
     if what not in ("Mul", "Where", "MaskedFill", "MaskedScatter", "IndexPut", "IndexPutImpl") or was_seen(node):
         return False
     if what == "Mul" and sum(active(node)) == 1:
-        mask = node._saved_other if active(node)[0] else node._saved_self
-        return mask.shape == size and not mask.requires_grad and bool(((mask == 0) | (mask == 1)).all())
+        mask = constant_of(node, what, active(node).index(True))
+        constant = not isinstance(mask, Tensor) or mask.shape != size or mask.requires_grad
+        return not constant and bool(((mask == 0) | (mask == 1)).all())
     if what.startswith("IndexPut"):
         return any(i is not None and i.dtype == torch.bool and i.shape == size for i in node._saved_indices)
     return what != "Mul" and getattr(node, "_saved_condition" if what == "Where" else "_saved_mask").shape == size
@@ -219,17 +220,22 @@ def _of_itself(node: Node, what: str, active: Active) -> Activation | None:
         return None
     for at in (0, 1) if what == "Mul" else (0,):
         a, other = (node._saved_self, node._saved_other) if at == 0 else (node._saved_other, node._saved_self)
-        x, edge = unscaled(a, edges(node)[at], active)
-        steps = _steps(edges(node)[1 - at], edge, active)
-        if steps is None or (steps & SQUASHING and len(steps & ACTIVATIONS) > 1 and "Softplus" not in steps):
-            continue  # a gate of another activation of x is a gate
-        if what == "Div" or squashes(edges(node)[1 - at], active):
-            return Activation(x, a * other if what == "Mul" else a / other, edge)
+        for number, edge in ((1.0, edges(node)[at]), unscaled(edges(node)[at], active)):
+            steps = _steps(edges(node)[1 - at], edge, active)
+            if steps is None or (
+                steps & SQUASHING and len(steps & (ACTIVATIONS | {OWN})) > 1 and "Softplus" not in steps
+            ):
+                continue  # a gate of another activation of x is a gate
+            if what == "Div" or squashes(edges(node)[1 - at], active):
+                return Activation(a / number, a * other if what == "Mul" else a / other, edge)
     return None
 
 
 def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[str] | None:
-    """The kinds of step by which an edge is computed from x and constants, element by element; None if it is not."""
+    """The kinds of step by which an edge is computed from x and constants, element by element; None if it is not.
+
+    `OWN` is among them if something is multiplied with a gate of its own, as SiLU by hand.
+    """
     if same(edge, x):
         return frozenset()
     if edge[0] is None or limit == 0 or kind(edge[0]) not in UNARY:
@@ -238,7 +244,8 @@ def _steps(edge: Edge, x: Edge, active: Active, limit: int = 12) -> frozenset[st
     found = [_steps(e, x, active, limit - 1) for e in below]
     if not found or any(f is None for f in found):
         return None
-    return frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
+    kinds = frozenset({kind(edge[0])}).union(*[f for f in found if f is not None])
+    return kinds | {OWN} if kind(edge[0]) == "Mul" and len(below) == 2 and kinds & SQUASHING else kinds
 
 
 class Half(NamedTuple):
@@ -255,11 +262,11 @@ def _of_halves(node: Node, active: Active, asked: Callable[..., bool]) -> Activa
     """`relu(x) - a*relu(-x)`: of one value what is above zero and what is below it, as one activation."""
     if len(active(node)) != 2 or not all(active(node)):
         return None
-    a, b = (_half(edge, active) for edge in edges(node))
+    a = _half(edges(node)[0], active)
+    b = None if a is None else _half(edges(node)[1], active)
     if a is None or b is None or a.positive == b.positive or not same(a.edge, b.edge) or asked(*a.inside, *b.inside):
         return None
-    alpha = getattr(node, "_saved_alpha", 1)
-    first, second = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[kind(node)]
+    first, second = signs(node)
     y = first * a.y + second * b.y
     return Activation(a.x + b.x, y, a.edge) if a.x.shape == b.x.shape == y.shape else None
 
@@ -272,15 +279,8 @@ def _half(edge: Edge, active: Active) -> Half | None:
     what, at = kind(node), active(node).index(True)
     bounds = _bounds(node, active)
     if bounds in ((0, math.inf), (-math.inf, 0)) and (found := _activation(node, active)) is not None:
-        x, edge, positive = found.y, found.edge, bounds[0] == 0
-        while (below := source(edge)[0]) is not None and kind(below) in ("Mul", "Div", "Neg") and any(active(below)):
-            on = active(below).index(True)
-            number = -1.0 if kind(below) == "Neg" else as_affine(below, kind(below), on)[0]
-            learned = kind(below) != "Neg" and is_learned(constant_of(below, kind(below), on))
-            if sum(active(below)) != 1 or learned or math.isnan(number) or number == 0:
-                break
-            x, edge, positive = x / number, edges(below)[on], positive == (number > 0)
-        return Half(positive, x, found.y, source(edge), inside)
+        number, edge = unscaled(found.edge, active, learned=False)
+        return Half((bounds[0] == 0) == (number > 0), found.y / number, found.y, edge, inside)
     if what in ("Neg", "Mul") or (what == "Div" and at == 0):
         half = _half(edges(node)[at], active)
         if half is not None:
@@ -295,7 +295,7 @@ def is_in_parts(node: Node, active: Active) -> bool:
     if _of_halves(node, active, lambda *edges: False) is not None:
         return True
     (a, in_a), (b, in_b) = (_origin(edge, active) for edge in edges(node)[:2])
-    if a[0] is not b[0] or a[1] != b[1] or not (in_a & ACTIVATIONS and in_b & ACTIVATIONS):
+    if a != b or not (in_a & ACTIVATIONS and in_b & ACTIVATIONS):
         return False
     first, second = (operand(node, i) for i in range(2))
     return not bool(((first != 0) & (second != 0)).any())
@@ -308,6 +308,39 @@ def _origin(edge: Edge, active: Active) -> tuple[Edge, frozenset[str]]:
         kinds.add(kind(edge[0]))
         edge = edges(edge[0])[active(edge[0]).index(True)]
     return edge, frozenset(kinds)
+
+
+def _shifted(node: Node, active: Active) -> Activation | None:
+    """`(tanh(x/2) + 1)/2`, a sigmoid, `2*sigmoid(2*x) - 1`, a tanh, and `clamp(x + 3, 0, 6)/6`, a hard sigmoid."""
+    outer, lift, (inner, _) = _line((node, 0), active)
+    if inner is None or sum(active(inner)) != 1:
+        return None
+    scale, offset, edge = _line(edges(inner)[active(inner).index(True)], active)
+    bounds = _bounds(inner, active) if kind(inner) in OF_ONE & CLAMPS else None
+    if bounds is not None and outer > 0:
+        seen = (outer * scale, outer * offset + lift, *(outer * bound + lift for bound in bounds))
+        if any(abs(a - b) > 1e-6 for a, b in zip(seen, (1 / 6, 0.5, 0.0, 1.0), strict=True)):
+            return None
+        x = (operand(inner, 0, "self") - offset) / scale
+        return Activation(x, F.hardtanh(x + 3, 0.0, 6.0) / 6, edge)
+    half = kind(inner) == "Tanh"
+    same_line = (outer, lift, scale, offset) == ((0.5, 0.5, 0.5, 0.0) if half else (2.0, -1.0, 2.0, 0.0))
+    if kind(inner) not in ("Sigmoid", "Tanh") or not same_line:
+        return None
+    x = operand(inner, 0) / scale
+    return Activation(x, x.sigmoid() if half else x.tanh(), edge)
+
+
+def _line(edge: Edge, active: Active) -> tuple[float, float, Edge]:
+    """`scale*x + offset`: the numbers that steps multiply by and add, and the edge behind them."""
+    scale, offset, edge = 1.0, 0.0, source(edge)
+    while (node := edge[0]) is not None and kind(node) in SHIFTING and sum(active(node)) == 1:
+        at = active(node).index(True)
+        a, b = as_affine(node, kind(node), at)
+        if math.isnan(a + b) or is_learned(constant_of(node, kind(node), at)):
+            break
+        scale, offset, edge = scale * a, offset + scale * b, source(edges(node)[at])
+    return scale, offset, edge
 
 
 def _less_itself(node: Node, active: Active) -> Activation | None:

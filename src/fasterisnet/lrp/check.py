@@ -22,7 +22,7 @@ EXPLOSION = 1e4
 SECOND_ORDER_TOLERANCE = 1e-4
 WIDEST_TOLERANCE = 0.1
 LARGE = 200_000_000
-STEPS = (1e-6, 1e-7, 1e-8, 1e-9, 1e-5, 1e-4, 1e-3)
+STEPS = (1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-11, 1e-5, 1e-4, 1e-3)
 Maps = Callable[[nn.Module, Tensor, bool], Tensor]
 
 
@@ -60,17 +60,8 @@ class Verdict:
             ("second-order gradient", f"relative error {self.second_order_error:.1e} against finite differences"),
         ]
         verdict = "OK: every operation has a rule, the maps can be trusted." if self.ok else "Problems:"
-        return "\n".join(
-            [
-                f"rule {self.rule}",
-                *_columns(rows),
-                "",
-                *_columns(facts),
-                "",
-                verdict,
-                *[f"- {p}" for p in self.problems],
-            ]
-        )
+        problems = [f"- {problem}" for problem in self.problems]
+        return "\n".join([f"rule {self.rule}", *_columns(rows), "", *_columns(facts), "", verdict, *problems])
 
 
 def check(
@@ -152,7 +143,7 @@ def _problems(verdict: Verdict, maps: Tensor) -> list[str]:
 def _second_order(model: nn.Module, images: Tensor, maps_of: Maps) -> tuple[float, float]:
     """In double precision on a copy of the model, where it can be copied and run so; else on the model itself."""
     try:
-        return _second_order_error(copy.deepcopy(model).eval().double(), images.double(), maps_of)
+        return _second_order_error(_copied(model).eval().double(), images.double(), maps_of)
     except (RuntimeError, TypeError, NotImplementedError):  # some insist on float32, some cannot be copied
         before = [(p, p.detach().clone()) for p in model.parameters()]
         training = [module for module in model.modules() if module.training]
@@ -163,6 +154,14 @@ def _second_order(model: nn.Module, images: Tensor, maps_of: Maps) -> tuple[floa
                 parameter.data.copy_(value)
             for module in training:
                 module.training = True
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy; tensors with a history, which forward passes have left in the model, are constants in it."""
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    kept += [value for held in kept if isinstance(held, dict) for value in held.values()]
+    history = [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in history})
 
 
 def _second_order_error(model: nn.Module, images: Tensor, maps_of: Maps) -> tuple[float, float]:

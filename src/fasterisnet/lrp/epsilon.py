@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fasterisnet.lrp.gates import shares
 from fasterisnet.lrp.kernels import Attenuate, Quotient, wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, edges, kind, source
+from fasterisnet.lrp.kinds import BATCH_NORMS, Edge, Node, edges, kind, shape, source, spoken
 from fasterisnet.lrp.layers import layer, norm
-from fasterisnet.lrp.record import Recorder
+from fasterisnet.lrp.record import Recorder, note
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.walk import edge_of
 
@@ -29,8 +29,33 @@ def linear_ordinary(at: Step) -> None:
 def norm_constant(at: Step) -> None:
     """`G_x = G_y * gamma/sqrt(var + eps)`, statistics constant; layer norms also pass on the subtraction of means."""
     found = norm(at.node)
+    below = None if found.centred is not None else _layer_behind(at, at.edge(0))
+    if below is not None:
+        below(at.G, found.scale)
+        return
     scaled = at.G * found.full_scale
     at.send_G(0, scaled if found.centred is None else found.centred(scaled))
+
+
+def _layer_behind(at: Step, edge: Edge) -> Callable[[Tensor, Tensor], None] | None:
+    """Sends `scale * G` through the convolution that a batch norm stands behind, if one does.
+
+    Computed as: `(scale W)^T G`, where there are fewer weights than numbers in G.
+    """
+    node = edge[0]
+    if node is None or kind(node) != "Convolution" or node not in at.walk.reached or at.walk.wants(edge):
+        return None
+    found, table = layer(node, at.walk.active), at.walk.table_at(node)
+    if found is None or table is not at.table or table.rules["linear"] is not linear_ordinary:
+        return None
+    if found.edge[0] in at.walk.affine or found.weight.numel() > math.prod(shape(edge)):
+        return None  # the first layer in a box, or nothing to be won
+
+    def send(G: Tensor, scale: Tensor) -> None:
+        at.walk.log.note(spoken(kind(node)), "linear", lambda: at.walk.place(node))
+        at.send_G(found.edge, found.transpose(G, found.scaled(wide(found.weight), scale)))
+
+    return send
 
 
 def activation_epsilon(at: Step) -> None:
@@ -50,7 +75,11 @@ def activation_epsilon(at: Step) -> None:
     if below[0] is not None and kind(below[0]) in BATCH_NORMS and not at.walk.wants(edge, below):
         before = norm(below[0])  # computed as: the batch norm in front of the ReLU in the same step
         scale, edge = (before.scale, edges(below[0])[0]) if before.centred is None else (None, edge)
-    at.send_G(edge, Attenuate.apply(at.G, found.y, scale, at.eps))
+    send = None if scale is None else _layer_behind(at, edge)
+    if send is not None and scale is not None:
+        send(Attenuate.apply(at.G, found.y, None, at.eps), scale)
+    else:
+        at.send_G(edge, Attenuate.apply(at.G, found.y, scale, at.eps))
 
 
 def product_half(at: Step) -> None:
@@ -120,6 +149,7 @@ def replayed(at: Step) -> None:
         return
     with torch.enable_grad(), Recorder() as recorder:
         inner = found.operands[0].view_as(found.operands[0])
+        inner = inner.detach() if _is_blank(at.node) else inner
         result = found.replay(inner, *found.operands[1:])
     tensors = [inner, *[t for t in found.operands[1:] if isinstance(t, Tensor)]]
     ends = {i: edge_of(t) for i, t in enumerate(tensors) if t.requires_grad and at.is_active(i)}
@@ -130,6 +160,21 @@ def replayed(at: Step) -> None:
             part = t if position > 0 else torch.zeros_like(flat).scatter(0, places, t.reshape(-1)).view_as(by[0])
             at.send(position, changed, part)
     recorder.forget()
+
+
+def _is_blank(node: Node) -> bool:
+    """Whether nothing of the images had been written to its places; told for all that was written to that tensor."""
+    if "blank" not in node.metadata:
+        writers, below = [], node
+        while below is not None and kind(below) == "CopySlices" and note(below) is not None:
+            writers.append(below)
+            below = edges(below)[0][0]
+        written = torch.full(node._input_metadata[0].shape, below is not None, device="cpu").view(-1)
+        for writer in reversed(writers):
+            places = writer.metadata["fasterisnet"].places(written.device)
+            writer.metadata["blank"] = not bool(written[places].any())
+            written[places] = True
+    return node.metadata["blank"]
 
 
 def _is_copy(at: Step) -> bool:

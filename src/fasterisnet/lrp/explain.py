@@ -115,7 +115,7 @@ def observing(model: nn.Module) -> Iterator[None]:
     plain = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     owners = [(module, dict(module._buffers)) for module in plain]
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(_devices(model)):
+    with torch.random.fork_rng({p.device for p in model.parameters() if p.is_cuda}):
         try:
             yield
         finally:
@@ -128,7 +128,3 @@ def observing(model: nn.Module) -> Iterator[None]:
                     buffer.data.copy_(before)
                 else:
                     buffer.data = before
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    return list({p.device for p in model.parameters() if p.device.type == "cuda"})

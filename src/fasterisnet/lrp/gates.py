@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fasterisnet.lrp.kinds import MOVING, SAME, SUMS, Edge, Node, edges, kind, shape, source
+from fasterisnet.lrp.kinds import MOVING, SAME, SUMS, Edge, Node, edges, kind, only_moves, shape, signs, source
 from fasterisnet.lrp.layers import Active, operand
+from fasterisnet.lrp.masks import one_number
 from fasterisnet.lrp.record import note
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def is_constant(edge: Edge, active: Active) -> bool:
     joined = kind(node) in ("Cat", "Stack") or (kind(node) == "CopySlices" and found is not None and not found.replay)
     if joined or (kind(node) == "Mul" and len(on) == 2) or kind(node) == "Sqrt":
         return all(is_constant(e, active) for e in on)
+    if kind(node) == "Div" and len(on) == 2:  # a normaliser among others
+        return is_constant(on[0], active)
     if kind(node) == "Pow" and len(on) == 1 and _number(operand(node, 1, "exponent")) > 0:
         return is_constant(on[0], active)
     if kind(node) == "CopySlices":
@@ -60,7 +63,8 @@ def is_constant(edge: Edge, active: Active) -> bool:
         size, _, _, whole, _ = found.view
         return math.prod(size) == math.prod(whole) or shape(_above(edge, node, active)) == tuple(size)
     low, high = value_range((node, 0), active)
-    if squeezes((low, high)) or (kind(node) in CLAMPS and low >= 0 and high <= 1):
+    reached = value_range((node, 0), active, reached=True)
+    if squeezes((low, high)) or squeezes(reached) or (kind(node) in CLAMPS and low >= 0 and high <= 1):
         return True
     while kind(node) in ("Mul", "Div", "Add", "Clamp", "ClampMin") and sum(active(node)) == 1:
         node = _behind_moves(edges(node)[active(node).index(True)], active)
@@ -88,7 +92,7 @@ def _above(edge: Edge, node: Node, active: Active) -> Edge:
 
 def _behind_moves(edge: Edge, active: Active) -> Node | None:
     node = edge[0]
-    while node is not None and (kind(node) in MOVING or "Nearest" in kind(node)) and sum(active(node)) == 1:
+    while node is not None and (kind(node) in MOVING or only_moves(node)) and sum(active(node)) == 1:
         node = edges(node)[active(node).index(True)][0]
     return node
 
@@ -112,34 +116,30 @@ def squashes(edge: Edge, active: Active) -> bool:
     low, high = value_range((node, 0), active)
     if kind(node) == "Tanh":
         low = max(low, min(value_range(edges(node)[0], active)[0], 0.0))
-    return squeezes((low, high))
+    return squeezes((low, high)) or squeezes(value_range((node, 0), active, reached=True))
 
 
 BOUNDED = {"Sigmoid": (0.0, 1.0), "Hardsigmoid": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Erf": (-1.0, 1.0)}
 ANYTHING = (-math.inf, math.inf)
 
 
-def value_range(edge: Edge, active: Active) -> tuple[float, float]:
-    """Between which numbers a factor lies, whatever the images: what its last steps tell."""
+def value_range(edge: Edge, active: Active, reached: bool = False) -> tuple[float, float]:
+    """Between which numbers a factor lies, whatever the images: what its last steps tell, as if bounds were reached."""
     node = _behind_moves(edge, active)
     if node is None or sum(active(node)) != 1:
         return ANYTHING
     what = kind(node)
     if what in BOUNDED:
         return BOUNDED[what]
-    if what in ("Relu", "Exp", "Softplus"):
+    if what in ("Relu", "Exp", "Softplus", "Abs"):
         return (0.0, math.inf)
     at = active(node).index(True)
-    low, high = value_range(edges(node)[at], active)
-    if what in ("Hardtanh", "Clamp", "ClampMin", "ClampMax"):
-        lower = getattr(node, "_saved_min_val" if what == "Hardtanh" else "_saved_min", None)
-        upper = getattr(node, "_saved_max_val" if what == "Hardtanh" else "_saved_max", None)
-        low = max(low, -math.inf if lower is None else _number(lower))
-        return low, min(high, math.inf if upper is None else _number(upper))
-    if what in BOUNDS:
-        bound = _number(node._saved_other if at == 0 else node._saved_self)
-        upper = what in ("Minimum", "Fmin")
-        return (low, min(high, bound)) if upper else (max(low, bound), high)
+    low, high = value_range(edges(node)[at], active, reached)
+    if what in CLAMPS:
+        lower, upper = (None if bound is None else _number(bound) for bound in clamped_to(node, at))
+        if reached:
+            return low if lower is None else lower, high if upper is None else upper
+        return max(low, -math.inf if lower is None else lower), min(high, math.inf if upper is None else upper)
     if what == "Reciprocal" and low >= 0:
         return 1 / high if high < math.inf else 0.0, 1 / low if low > 0 else math.inf
     if what == "Neg":
@@ -149,9 +149,21 @@ def value_range(edge: Edge, active: Active) -> tuple[float, float]:
     return (ends[0], ends[1]) if not any(math.isnan(e) for e in ends) else ANYTHING
 
 
+def clamped_to(node: Node, at: int) -> tuple[Any, Any]:
+    """The bounds that a step clamps operand `at` to, None where there is none."""
+    what = kind(node)
+    if what in BOUNDS:
+        bound = node._saved_other if at == 0 else node._saved_self
+        return (bound, None) if what in ("Maximum", "Fmax") else (None, bound)
+    low, high = ("_saved_min_val", "_saved_max_val") if what == "Hardtanh" else ("_saved_min", "_saved_max")
+    return getattr(node, low, None), getattr(node, high, None)
+
+
 def as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
     """The numbers a step multiplies by and adds, NaN where it is another step or they are not known."""
     unknown = (math.nan, math.nan)
+    if what == "Neg":
+        return -1.0, 0.0
     if what in ("Mul", "Div"):
         other = _number(constant_of(node, what, at))
         return (other, 0.0) if what == "Mul" else (1 / other, 0.0) if at == 0 and other else unknown
@@ -160,13 +172,7 @@ def as_affine(node: Node, what: str, at: int) -> tuple[float, float]:
     found = note(node)
     if found is None or len(found.operands) < 2:
         return unknown
-    alpha = float(getattr(node, "_saved_alpha", 1))
-    other = _number(found.operands[1 if what == "Rsub" else 1 - at]) * alpha
-    if what == "Rsub":
-        return -alpha, _number(found.operands[1])
-    if what == "Add":
-        return (1.0, other)
-    return (1.0, -other) if at == 0 else (-alpha, _number(found.operands[0]))
+    return signs(node)[at], signs(node)[1 - at] * _number(found.operands[1 - at])
 
 
 def constant_of(node: Node, what: str, at: int) -> Any:
@@ -184,19 +190,20 @@ def is_learned(value: Any) -> bool:
 
 def _number(value: Any) -> float:
     """A constant as a number; NaN for a tensor of several that differ."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        one = value.numel() > 0 and not value.is_complex() and bool((value == value.reshape(-1)[0]).all())
-        return float(value.reshape(-1)[0]) if one else math.nan
-    return math.nan if value is None else float(value)
+    number = one_number(value.detach() if isinstance(value, Tensor) else value)
+    return math.nan if number is None else float(number)
 
 
-def unscaled(t: Tensor, edge: Edge, active: Active, through: frozenset[str] = SAME) -> tuple[Tensor, Edge]:
-    """A tensor before it was multiplied with numbers, and where it comes from, `through` nodes of these kinds."""
-    while (node := source(edge, through)[0]) is not None and kind(node) in ("Mul", "Div") and sum(active(node)) == 1:
-        at = active(node).index(True)
-        number, scale = as_affine(node, kind(node), at)[0], constant_of(node, kind(node), at)
-        if math.isnan(number) or number == 0 or (is_learned(scale) and scale.numel() > 1):
+def unscaled(
+    edge: Edge, active: Active, through: frozenset[str] = SAME, learned: bool = True
+) -> tuple[float | Tensor, Edge]:
+    """The number (`learned` or not) that steps multiplied with, and the edge before, `through` nodes of these kinds."""
+    number: float | Tensor = 1.0
+    while (node := source(edge, through)[0]) is not None and sum(active(node)) == 1:
+        what, at = kind(node), active(node).index(True)
+        scale, value = constant_of(node, what, at), as_affine(node, what, at)[0] if what not in SUMS else math.nan
+        if math.isnan(value) or value == 0 or (is_learned(scale) and not (learned and scale.numel() == 1)):
             break
-        t, edge = t / scale if kind(node) == "Mul" else t * scale, edges(node)[at]
-    return t, source(edge)
+        factor = value if not is_learned(scale) else scale if what == "Mul" else 1 / scale
+        number, edge = number * factor, edges(node)[at]
+    return number, source(edge)

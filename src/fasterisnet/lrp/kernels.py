@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 # Elements handled at a time by the element-wise kernels, so that their temporaries stay in the processor's cache.
-CHUNK = 1 << 18
+CHUNK = 1 << 20
 
 
 def wide(t: Tensor) -> Tensor:
@@ -102,11 +102,15 @@ class Attenuate(Function):
         for channels, (a, g, w, o_G, o_y) in parts(y, G, u, for_G, for_y):
             inverse = torch.add(a, ctx.epsilon).reciprocal_()
             torch.mul(w, inverse, out=o_y)
-            if scale is not None and for_scale is not None:
-                for_scale[channels] += torch.mul(o_y, a).mul_(g).sum(others, dtype=scale.dtype)
-                o_y.mul_(along_channels(scale[channels], o_y))
             torch.mul(o_y, a, out=o_G)
-            o_y.mul_(inverse).mul_(g).mul_(ctx.epsilon)
+            o_y.mul_(inverse).mul_(g)
+            if scale is None or for_scale is None:
+                o_y.mul_(ctx.epsilon)
+            else:
+                each = along_channels(scale[channels], o_y)
+                for_scale[channels] += torch.mul(o_G, g, out=inverse).sum(others, dtype=scale.dtype)
+                o_G.mul_(each)
+                o_y.mul_(each * ctx.epsilon)
         return for_G, for_y, for_scale, None
 
 
@@ -131,7 +135,7 @@ class Quotient(Function):
         for_G, for_z = torch.empty_like(z), torch.empty_like(z)
         for_y = None if y is None else torch.empty_like(z)
         for _, (c, g, w, o_G, o_z, *rest) in parts(z, G, u, for_G, for_z, *([] if y is None else [y, for_y])):
-            inverse = stabilised(c, ctx.epsilon, ctx.signed).reciprocal_()
+            inverse = stabilised(c, ctx.epsilon, ctx.signed).reciprocal()
             torch.mul(w, inverse, out=o_G)
             torch.mul(o_G, g, out=o_z)
             if rest:
@@ -145,38 +149,107 @@ class Quotient(Function):
 
 def stabilised(z: Tensor, epsilon: float, signed: bool = True) -> Tensor:
     """`z + eps`, eps with the sign of z where `signed`."""
+    if epsilon == 0:
+        return z
     return torch.where(z < 0, z - epsilon, z + epsilon) if signed else z + epsilon
 
 
 class SumShares(Function):
-    """z+ through `y = a + b`: `s = R/(a+ + b+ + eps)`, `a+ s` to a and `b+ s` to b."""
+    """z+ through `y = a + b`: `s = R/(a+ + b+ + eps)`, `a+ s` to a and, if b is no constant, `b+ s` to b.
+
+    R is what came as relevance and `y+ G`, either of which may be missing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, R: Tensor, a: Tensor, b: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(R, a, b)
+    def forward(
+        ctx: Any, R: Tensor | None, G: Tensor | None, a: Tensor, b: Tensor, epsilon: float, both: bool = True
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(R, G, a, b)
         ctx.epsilon = epsilon
-        for_a, for_b = torch.empty_like(R), torch.empty_like(R)
-        for _, (r, first, second, o_a, o_b) in parts(R, a, b, for_a, for_b):
+        arrived = [t for t in (R, G) if t is not None]
+        out = [torch.empty_like(arrived[0]) for _ in range(1 + both)]
+        for _, (first, second, o_a, *rest) in parts(a, b, *out, *arrived):
+            o_b, *came = rest if both else (None, *rest)
             torch.clamp(first, min=0, out=o_a)
-            torch.clamp(second, min=0, out=o_b)
-            s = torch.add(o_a, o_b).add_(epsilon).reciprocal_().mul_(r)
-            o_a.mul_(s)
-            o_b.mul_(s)
-        return for_a, for_b
+            plus_b = torch.clamp(second, min=0, out=o_b)
+            s = torch.add(o_a, plus_b).add_(epsilon).reciprocal_()
+            s.mul_(_relevance(came, R is not None, first, second))
+            for share in (o_a,) if o_b is None else (o_a, o_b):
+                share.mul_(s)
+        return tuple(out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, u_a: Tensor, u_b: Tensor) -> tuple[Tensor | None, ...]:
-        R, a, b = ctx.saved_tensors
-        for_R, for_a, for_b = (torch.empty_like(R) for _ in range(3))
-        for _, (r, first, second, w_a, w_b, o_R, o_a, o_b) in parts(R, a, b, u_a, u_b, for_R, for_a, for_b):
+    def backward(ctx: Any, *shares: Tensor) -> tuple[Tensor | None, ...]:
+        R, G, a, b = ctx.saved_tensors
+        arrived = [t for t in (R, G) if t is not None]
+        out = [torch.empty_like(a) for _ in (*arrived, a, b)]
+        for _, cut in parts(a, b, *arrived, *out, *shares):
+            (first, second), came = cut[:2], cut[2 : 2 + len(arrived)]
+            *o_came, o_a, o_b = cut[2 + len(arrived) : 4 + 2 * len(arrived)]
+            w_a, *w_b = cut[4 + 2 * len(arrived) :]
             plus_a, plus_b = first.clamp(min=0), second.clamp(min=0)
             inverse = torch.add(plus_a, plus_b).add_(ctx.epsilon).reciprocal_()
-            torch.mul(w_a, plus_a, out=o_R)
-            o_R.addcmul_(w_b, plus_b).mul_(inverse)
-            s = inverse.mul_(r)  # R/(z + eps); what z loses is o_R * s
+            o_R = torch.mul(w_a, plus_a, out=o_came[0])
+            if w_b:
+                o_R.addcmul_(w_b[0], plus_b)
+            o_R.mul_(inverse)
+            s = inverse.mul_(_relevance(came, R is not None, first, second))  # what z loses is o_R * s
             torch.sub(w_a, o_R, out=o_a)
-            o_a.mul_(s).mul_(first > 0)
-            torch.sub(w_b, o_R, out=o_b)
-            o_b.mul_(s).mul_(second > 0)
-        return for_R, for_a, for_b, None
+            torch.sub(w_b[0], o_R, out=o_b) if w_b else torch.neg(o_R, out=o_b)
+            for o, t in ((o_a, first), (o_b, second)):
+                torch.ops.aten.threshold_backward(o.mul_(s), t, 0, grad_input=o)
+            if G is not None:
+                y, for_y = torch.add(first, second), torch.mul(o_R, came[-1], out=plus_a)
+                torch.ops.aten.threshold_backward(for_y, y, 0, grad_input=for_y)
+                torch.mul(o_R, y.clamp_(min=0), out=o_came[-1])
+                o_a.add_(for_y)
+                o_b.add_(for_y)
+        found = iter(out)
+        return *(None if t is None else next(found) for t in (R, G)), *found, None, None
+
+
+def _relevance(came: Sequence[Tensor], first_is_R: bool, a: Tensor, b: Tensor) -> Tensor:
+    """`R + (a + b)+ G` of those that came."""
+    if first_is_R and len(came) == 1:
+        return came[0]
+    y = torch.add(a, b).clamp_(min=0).mul_(came[-1])
+    return y.add_(came[0]) if first_is_R else y
+
+
+class ChannelShares(Function):
+    """z+ through `a + shift` with a ReLU y behind: `R_y = y G`, `R_x = a+/(a+ + shift+ + eps) R_y`, a being `scale x`.
+
+    scale and shift are one number a channel, the shift is a constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, G: Tensor, y: Tensor, x: Tensor, scale: Tensor, shift: Tensor, epsilon: float) -> Tensor:
+        rest = shift.clamp(min=0) + epsilon
+        ctx.save_for_backward(G, y, x, scale, rest)
+        out = torch.empty_like(y)
+        for channels, (b, g, c, o) in parts(y, G, x, out):
+            torch.mul(c, along_channels(scale[channels], c), out=o)
+            z = o.clamp_(min=0) + along_channels(rest[channels], c)
+            o.div_(z).mul_(g).mul_(b)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        G, y, x, scale, rest = ctx.saved_tensors
+        out = [torch.empty_like(y) for _ in range(3)]
+        for_scale, others = torch.zeros_like(scale), [0, *range(2, y.ndim)]
+        for channels, (b, g, c, w, o_G, o_y, o_x) in parts(y, G, x, u, *out):
+            factor, constant = (along_channels(t[channels], c) for t in (scale, rest))
+            plus_a = torch.mul(c, factor, out=o_x).clamp_(min=0)
+            inverse = torch.add(plus_a, constant).reciprocal_()
+            torch.mul(w, inverse, out=o_y)
+            for_a = inverse.mul_(o_y).mul_(g).mul_(b)  # but for `rest`
+            torch.ops.aten.threshold_backward(for_a, plus_a, 0, grad_input=for_a)
+            o_y.mul_(plus_a)
+            torch.mul(o_y, b, out=o_G)
+            o_y.mul_(g)
+            torch.mul(for_a, factor * constant, out=o_x)
+            for_scale[channels] += for_a.mul_(c).sum(others, dtype=scale.dtype) * rest[channels]
+        return *out, for_scale, None, None

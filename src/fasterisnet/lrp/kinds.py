@@ -18,7 +18,12 @@ Node = Any
 Edge = tuple[Node, int]
 
 # Every number of the result is the one at the same place of the operand.
-SAME = frozenset("Clone ToCopy Alias Identity Contiguous Detach LiftFresh FakeQuantizePerTensorAffineCachemask".split())
+SAME = frozenset(
+    """
+    Clone ToCopy Alias Identity Contiguous Detach LiftFresh NanToNum FakeQuantizePerTensorAffineCachemask
+    FusedMovingAvgObsFqHelper
+    """.split()
+)
 
 # The numbers of one operand in another order or shape, none lost, none repeated.
 PERMUTING = SAME | frozenset(
@@ -36,7 +41,7 @@ MOVING = PERMUTING | frozenset(
     Expand Slice Select Split SplitWithSizes Unbind Cat Stack Repeat Index IndexSelect Gather Take Diagonal AsStrided
     ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     Unfold Im2Col Tril Triu Where MaskedFill MaskedSelect MaskedScatter IndexPut IndexPutImpl IndexCopy IndexFill
-    Scatter Copy Zero Fill SliceScatter SelectScatter DiagonalScatter DiagEmbed NanToNum UnsafeSplit
+    Scatter Copy Zero Fill SliceScatter SelectScatter DiagonalScatter DiagEmbed UnsafeSplit
     UnsafeSplitWithSizes Real ViewAsReal ViewAsComplex Rot90 BlockDiag
     MaxUnpool2D MaxUnpool3D Put UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D
     UpsampleNearestExact2D UpsampleNearestExact3D
@@ -131,6 +136,50 @@ def shape(edge: Edge) -> tuple[int, ...]:
     return tuple(edge[0]._input_metadata[edge[1]].shape) if edge[0] is not None else ()
 
 
+# What only moves numbers where it leaves as many as there were, and where it leaves the size as it was.
+OF_ALL = frozenset("Mean Sum Nansum Slice Select Expand Im2Col Col2Im".split())
+_OTHERS = MOVING | WINNING | POOLING | SIGNED
+RESIZING = frozenset(kind for kind in _OTHERS if kind.startswith(("Adaptive", "Upsample")))
+POOLS = frozenset(kind for kind in _OTHERS if kind.startswith(("AvgPool", "MaxPool")))
+SCALES = ("scales", "scales_d", "scales_h", "scales_w")
+MAY_MOVE = OF_ALL | RESIZING | POOLS | {"Mul", "Div"}
+
+
+def signs(node: Node) -> tuple[float, float]:
+    """What a sum multiplies its two operands by."""
+    alpha = getattr(node, "_saved_alpha", 1)
+    return {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[kind(node)]
+
+
+def signed(dim: int) -> int:
+    """A dimension that autograd saved; it knows no negative ones."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def only_moves(node: Node) -> bool:
+    """Whether what could compute only moves numbers here: every sum has one, all of a tensor is cut out, times one."""
+    what = kind(node)
+    if what not in MAY_MOVE:
+        return False
+    if what in ("Mul", "Div"):
+        other = 0 if any(below is not None for below, _ in edges(node)[1:]) else node._saved_other
+        return bool(other == 1) if isinstance(other, int | float) or other.numel() == 1 else False
+    if what in POOLS:
+        return math.prod(node._saved_kernel_size) == 1 and getattr(node, "_saved_divisor_override", None) in (None, 1)
+    if what in RESIZING and any(getattr(node, f"_saved_{name}", None) not in (None, 1) for name in SCALES):
+        return False  # bicubic resizing shifts numbers even where rounding leaves the size
+    if what in ("Im2Col", "Col2Im") and not _tiles(node):
+        return False
+    before, after = shape(edges(node)[0]), shape((node, 0))
+    return before == after or (what in OF_ALL and math.prod(before) == math.prod(after))
+
+
+def _tiles(node: Node) -> bool:
+    """Whether patches lie side by side."""
+    aside = [*node._saved_padding, *(d - 1 for d in node._saved_dilation)]
+    return node._saved_kernel_size == node._saved_stride and not any(aside)
+
+
 def source(edge: Edge, through: frozenset[str] = SAME) -> Edge:
     """The edge behind nodes of these kinds, which have one operand."""
     return descend(edge, through)[1]
@@ -139,15 +188,16 @@ def source(edge: Edge, through: frozenset[str] = SAME) -> Edge:
 def descend(edge: Edge, through: frozenset[str] = PERMUTING) -> tuple[list[Node], Edge]:
     """The nodes of these kinds behind an edge, those aside that change nothing, and the edge behind them."""
     path: list[Node] = []
+    reshaped = not PERMUTING.isdisjoint(through - SAME)
     while edge[0] is not None:
         node, what = edge[0], kind(edge[0])
         at = edge[1] if what == "Identity" else 0
         if what == "CopySlices" and len(edges(node)) == 2 and edges(node)[0][0] is None:
             at = 1  # written into memory that held nothing
-        elif what not in through and what not in ("Slice", "Select", "Expand"):
+        elif what not in through and not only_moves(node):
             break
         before, after = shape(edges(node)[at]), shape((node, 0))
-        if what not in through and math.prod(before) != math.prod(after):
+        if what not in through and (math.prod(before) != math.prod(after) or not (before == after or reshaped)):
             break
         path += [] if what in SAME or (before == after and what not in PERMUTING) else [node]
         edge = edges(node)[at]

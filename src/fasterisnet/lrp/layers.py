@@ -69,14 +69,19 @@ class Layer:
     def bias(self) -> Tensor | None:
         return operand(self.node, 0) * self.node._saved_beta if self.has_bias else None
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.to(x.dtype) if self.on_the_left else weight.to(x.dtype) @ x
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = x @ weight.to(x.dtype) if self.on_the_left else weight.to(x.dtype) @ x
+        return y if bias is None else y + bias
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
         weight = weight.to(G.dtype)
         if weight.ndim == 1:
             return G.unsqueeze(-1) * weight
         return G @ weight.mT if self.on_the_left else weight.mT @ G
+
+    def nothing_added(self, x: Tensor) -> Tensor:
+        """A bias of zeros."""
+        return x.new_zeros(())
 
     def each_channel(self, t: Tensor) -> Tensor | None:
         """A constant of the size of y as W takes it; None if it is not the same wherever W is."""
@@ -114,8 +119,15 @@ class Convolution(Layer):
     def bias(self) -> Tensor | None:
         return along_channels(operand(self.node, 2), self.weight) if self.has_bias else None
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.ops.aten.convolution(x, weight.to(x.dtype), None, *self.settings)
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        numbers = self.nothing_added(x).shape  # the kernel adds one number a channel for nothing
+        fits = bias is not None and bias.numel() == numbers[0] and bias.shape[-len(numbers) :] == numbers
+        own = bias.flatten().to(x.dtype) if bias is not None and fits else None
+        y = torch.ops.aten.convolution(x, weight.to(x.dtype), own, *self.settings)
+        return y if bias is None or own is not None else y + bias
+
+    def nothing_added(self, x: Tensor) -> Tensor:
+        return x.new_zeros((self.node._input_metadata[0].shape[1], *[1] * (x.ndim - 2)))
 
     def transpose(self, G: Tensor, weight: Tensor) -> Tensor:
         weight, x = weight.to(G.dtype), self.x.detach().to(G.dtype)
@@ -141,17 +153,11 @@ class Convolution(Layer):
 CLASSES = {"Convolution": Convolution, **dict.fromkeys(Layer.PRODUCTS, Layer)}
 
 
-def factors(node: Node) -> tuple[int, int]:
-    """The places of the two factors of a linear node."""
-    return Layer.PRODUCTS[kind(node)][:2] if kind(node) in Layer.PRODUCTS else (0, 1)
-
-
 def layer(node: Node, active: Active) -> Layer | None:
     """The node as a layer, if its input depends on the images and its weight and bias do not."""
     on = [i for i, a in enumerate(active(node)) if a]
-    first, second = factors(node)
-    matrices = (first, second) if kind(node) in Layer.PRODUCTS else (first,)
-    if len(on) != 1 or on[0] not in matrices or node._input_metadata[0].dtype.is_complex:
+    inputs = Layer.PRODUCTS[kind(node)][:2] if kind(node) in Layer.PRODUCTS else (0,)
+    if len(on) != 1 or on[0] not in inputs or node._input_metadata[0].dtype.is_complex:
         return None
     return CLASSES[kind(node)](node, on[0])
 
@@ -182,6 +188,7 @@ class Norm:
 def norm(node: Node) -> Norm:
     """The norm a node is."""
     x, weight = wide(node._saved_input), node._saved_weight
+    weight = None if weight is None else wide(weight)
     if kind(node) == "NativeLayerNorm":
         dims = len(node._saved_normalized_shape)
         return _centred(node, x, (*x.shape[: x.ndim - dims], -1), weight, lambda: operand(node, 2, "bias"))
@@ -195,15 +202,18 @@ def norm(node: Node) -> Norm:
 
         return _centred(node, x, (samples, groups, -1), fitted(weight), lambda: fitted(operand(node, 2)))
     training, eps = getattr(node, "_saved_training", False), node._saved_eps
-    mean, var = (None, None) if training else (node._saved_running_mean, node._saved_running_var)
+    mean, var = (None, None) if training else (wide(node._saved_running_mean), wide(node._saved_running_var))
     inverse = node._saved_result2.detach() if var is None else torch.rsqrt(var + eps)
     scale = inverse.to(x.dtype) if weight is None else weight * inverse
 
+    def bias() -> Tensor | None:
+        return None if (given := operand(node, 2)) is None else wide(given)
+
     def shift() -> Tensor:
-        beta, centre = operand(node, 2), node._saved_result1.detach() if mean is None else mean
+        beta, centre = bias(), wide(node._saved_result1.detach()) if mean is None else mean
         return along_channels((0 if beta is None else beta) - centre * scale, x)
 
-    return Norm(x, scale, shift, lambda: F.batch_norm(x, mean, var, weight, operand(node, 2), training, 0.0, eps))
+    return Norm(x, scale, shift, lambda: F.batch_norm(x, mean, var, weight, bias(), training, 0.0, eps))
 
 
 def _is_instance_norm(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ REARRANGED = frozenset(
 )
 OF_VALUES = UNCHANGED | {"abs", "neg"}
 SIGNS = frozenset({"heaviside", "sign"})
+SIMPLE: dict[str, Callable[[Tensor], Tensor]] = {"Abs": torch.abs, "Neg": torch.neg, "Sign": torch.sign}
 # What masks are tried on: one that makes these what a ReLU makes them is a ReLU.
 TRIED = torch.logspace(-30, 30, 4001, dtype=torch.float64, device="cpu")
 TRIED = torch.cat([-TRIED.flip(0), TRIED.new_zeros(1), TRIED])
@@ -71,20 +73,18 @@ class Masks:
 
     def note_signs(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         """`x > 0` remembers x, and so does what is made of it element by element."""
-        tensors = [t for t in operands(args) if isinstance(t, Tensor)]
-        made_of = [signs for t in tensors if (signs := self._signs_of(t)) is not None]
-        found = self._signs_after(func, name, args, kwargs, out, made_of) if made_of else None
+        found = self._signs_after(func, name, args, kwargs, out)
         if found is not None:
             self._signs[id(out)] = found
         else:
             self._signs.pop(id(out), None)  # it may have been changed in place
 
-    def _signs_after(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, made_of: list[Signs]
-    ) -> Signs | None:
+    def _signs_after(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Tensor) -> Signs | None:
         """What is known of the result of a step."""
+        tensors = [t for t in operands(args) if isinstance(t, Tensor)]
+        made_of = [signs for t in tensors if (signs := self._signs_of(t)) is not None]
         moved = name in REARRANGED and len(made_of) == 1
-        if not (moved or name in UNCHANGED or torch.Tag.pointwise in func.tags):
+        if not made_of or not (moved or name in UNCHANGED or torch.Tag.pointwise in func.tags):
             return None
         origins: list[Edge] = []
         for origin in (o for signs in made_of for o in signs.origins):
@@ -109,14 +109,16 @@ class Masks:
         return found
 
     def _signs_of(self, t: Tensor) -> Signs | None:
-        """What is remembered of a mask; an activation is made of itself, or of what it is a multiple of."""
+        """What is remembered of a mask; an activation is made of itself, or of what simple steps made it of."""
         edge, tried = self.edge_of(t), TRIED
         if id(t) in self._signs or edge is None:
             return self._signs.get(id(t))
-        edge = source(edge)
-        while (step := _multiple(edge[0])) is not None:
+        edge, steps = source(edge), []
+        while (step := _simple(edge[0])) is not None:
             edge = source(edges(edge[0])[step[0]])
-            tried = tried * step[1] if step[1] is not None else tried.abs()
+            steps.append(step[1])
+        for function in reversed(steps):
+            tried = function(tried)
         return Signs(t, [edge], tried)
 
     def _try(self, func: Any, args: Any, kwargs: dict[str, Any], origins: list[Edge]) -> Tensor | None:
@@ -188,14 +190,14 @@ def one_number(value: Any) -> float | None:
     return first.item() if bool((value == first).all()) else None
 
 
-def _multiple(node: Node) -> tuple[int, float | None] | None:
-    """Which operand a step is a multiple of, and by what number; None for the absolute value."""
-    if kind(node) in ("Abs", "Neg"):
-        return 0, None if kind(node) == "Abs" else -1.0
+def _simple(node: Node) -> tuple[int, Callable[[Tensor], Tensor]] | None:
+    """Which operand a step takes the size or the sign of, or a multiple, as a function of it."""
+    if kind(node) in SIMPLE:
+        return 0, SIMPLE[kind(node)]
     at = next((i for i, (below, _) in enumerate(edges(node)) if below is not None), 0)
     constant = (node._saved_other if at == 0 else node._saved_self) if kind(node) == "Mul" else None
     number = one_number(constant) if constant is not None else None
-    return None if number is None or edges(node)[1 - at][0] is not None else (at, number)
+    return None if number is None or edges(node)[1 - at][0] is not None else (at, lambda tried: tried * number)
 
 
 def _bounds(x: Tensor, y: Tensor) -> tuple[float, float] | None:

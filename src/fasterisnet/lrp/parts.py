@@ -8,13 +8,30 @@ from collections.abc import Container, Sequence
 from torch import Tensor
 
 from fasterisnet.errors import RuleError
-from fasterisnet.lrp.gates import as_affine
-from fasterisnet.lrp.kinds import MOVING, PERMUTING, Edge, Node, descend, edges, kind, shape, source
+from fasterisnet.lrp.gates import as_affine, constant_of, unscaled
+from fasterisnet.lrp.kinds import (
+    GROUPS,
+    MOVING,
+    PERMUTING,
+    SUMS,
+    Edge,
+    Node,
+    descend,
+    edges,
+    kind,
+    shape,
+    signed,
+    source,
+)
 from fasterisnet.lrp.layers import CLASSES, Active, layer
+from fasterisnet.lrp.masks import one_number
+from fasterisnet.lrp.same import same
 from fasterisnet.lrp.step import Step
-from fasterisnet.lrp.units import CENTRING, constants, scaled_at, unit
+from fasterisnet.lrp.units import CENTRING, Unit, constants, scaled_at, unit
 
 SLICING = frozenset({"Split", "SplitWithSizes", "Slice", "Unbind", "Select", "IndexSelect", "Index"})
+PADDED = PERMUTING | {"ConstantPadNd"}
+MEANS = frozenset("Mean Sum VarMean StdMean AvgPool1D AvgPool2D AvgPool3D AdaptiveAvgPool1D AdaptiveAvgPool2D".split())
 
 
 def is_written_out(at: Step, edge: Edge) -> bool:
@@ -23,7 +40,7 @@ def is_written_out(at: Step, edge: Edge) -> bool:
     product = source(edges(node)[0], PERMUTING)[0] if node is not None and kind(node) == "Sum" else None
     if product is None or kind(product) != "Mul" or sum(at.walk.active(product)) != 1:
         return False
-    weight = product._saved_other if at.walk.active(product)[0] else product._saved_self
+    weight = constant_of(product, "Mul", at.walk.active(product).index(True))
     return isinstance(weight, Tensor) and bool((weight < 0).any())
 
 
@@ -61,7 +78,7 @@ def of_groups(node: Node, active: Active, whole: bool = False) -> bool:
     shapes = set()
     for edge, on in zip(edges(node), active(node), strict=True):
         found = unit(edge, active) if on else None
-        below, scaled = behind_scales(edge, active) if on and found is None and not whole else (edge, False)
+        below, scaled = behind_scales(edge, active)[:2] if on and found is None and not whole else (edge, False)
         if found is not None:
             read.append(found.layer.edge)
             shapes.add((type(found.layer), found.weight.shape[1:]))
@@ -69,26 +86,30 @@ def of_groups(node: Node, active: Active, whole: bool = False) -> bool:
             read.append(below)
         elif on:
             return False
-    whence = [source(edge, PERMUTING)[0] for edge in read]
+    whence = [source(edge, PADDED)[0] for edge in read]
     if len(read) < 2 or any(n is None for n in whence):
         return False
     if whole and all(n is whence[0] for n in whence):
         return len(shapes) == 1
-    cut = [source(edge, PERMUTING | SLICING)[0] for edge in read]
-    return all(kind(n) in SLICING for n in whence) and all(n is cut[0] for n in cut)
+    cut = [source(edge, PADDED | SLICING) for edge in read]
+    return all(kind(n) in SLICING for n in whence) and all(same(edge, cut[0]) for edge in cut)
 
 
-def behind_scales(edge: Edge, active: Active) -> tuple[Edge, bool]:
-    """What steps of constants started from, and whether one of them multiplies every channel by its number."""
-    scaled = False
+def behind_scales(edge: Edge, active: Active) -> tuple[Edge, bool, int]:
+    """What steps of constants started from; whether one of them multiplies every channel by its number, and how many
+    of them multiply by anything but a number."""
+    scaled, scales = False, 0
     while (node := source(edge, PERMUTING)[0]) is not None and kind(node) not in CENTRING:
         position = scaled_at(node, active)
+        if position is None and kind(node) == "Mul" and sum(active(node)) == 1:
+            position = active(node).index(True)  # `t[:, i:i+1] * w[:, i]`: one channel for all
         step = None if position is None else constants(node, position)
         if position is None or step is None:
             break
-        scaled = scaled or each_channel(step[0], shape((node, 0)))
+        scales += step[0] is not None and one_number(step[0].detach()) is None
+        scaled = scaled or each_channel(step[0], shape((node, 0))) or shape(edges(node)[position]) != shape((node, 0))
         edge = edges(node)[position]
-    return edge, scaled
+    return edge, scaled, scales
 
 
 def each_channel(scale: Tensor | None, size: Sequence[int]) -> bool:
@@ -99,10 +120,44 @@ def each_channel(scale: Tensor | None, size: Sequence[int]) -> bool:
 
 def warn_of_parts(at: Step, edge: Edge, below: Container[Node] | None = None) -> None:
     """Says that a scale or batch norm is no longer one with the layer in front of it, because that one is in parts."""
-    edge, scaled = behind_scales(edge, at.walk.active)
+    edge, scaled, scales = behind_scales(edge, at.walk.active)
+    which = "a layer" if below is None else "the first layer"
     if scaled and (of_parts(at, edge, cut=True, below=below) or (below is None and is_written_out(at, edge))):
-        which = "a layer" if below is None else "the first layer"
         at.warn(f"follows parts of {which}; it is taken for a step of its own, not for one with the layer.")
+    elif scales > 1 and at.kind in ("Mul", "Div") and shape(edge) == shape((at.node, 0)):
+        own, (step, _) = (
+            unit(edge, at.walk.active, reads=below),
+            constants(at.node, at.active.index(True)) or (None, None),
+        )
+        if own is not None and own.behind(step, None, shape(edge)) is not None:
+            at.warn(f"scales {which} behind a mask, as of dropout; it is taken for a step of its own.")
+
+
+def announce_parts(at: Step) -> None:
+    """Says that a sum may be a layer in parts, or a norm."""
+    needs, active = at.table.needs_values, at.walk.active
+    added = at.node if at.kind in SUMS else source(at.edge(0))[0]
+    joins = added is not None and (added is at.node or kind(added) in ("Stack", "Cat")) and sum(active(added)) > 1
+    groups = joins and (needs or at.walk.box is not None) and of_groups(added, active)
+    if groups and (needs or any(unit(edge, active, reads=at.walk.affine) is not None for edge in edges(added))):
+        at.warn("adds layers that read parts of one tensor, like a layer in parts; it takes them for several.")
+    mean = mean_beside(at) if at.kind in SUMS and sum(at.active) == 2 else None
+    if mean is not None and is_over_batch(at, mean):
+        at.warn("subtracts a mean over the batch: relevance of one sample reaches the others.")
+    elif mean is not None and at.table.in_R:
+        at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
+    if (needs or at.walk.box is not None) and is_written_out(at, (at.node, 0)):
+        first = None if needs else unit(source(at.edge(0), PERMUTING), active, reads=at.walk.affine)
+        if needs or first is not None:
+            at.warn("adds up products with weights, a layer in parts; it takes each product for a step of its own.")
+
+
+def whole_unit(at: Step) -> Unit | None:
+    """The unit that ends at a step, said to be in parts where it is; None too if relevance inside was asked for."""
+    found = unit((at.node, 0), at.walk.active)
+    if found is None:
+        warn_of_parts(at, (at.node, 0))
+    return None if found is None or (GROUPS[at.kind] == "product" and asked_inside(at, found.inside)) else found
 
 
 def asked_inside(at: Step, inside: Sequence[Edge]) -> bool:
@@ -120,22 +175,33 @@ def one_unit(at: Step, first: Node, inside: Sequence[Edge]) -> None:
 
 
 def adds_nothing(at: Step) -> bool:
-    """Whether the number zero is added."""
-    added = [] if at.note is None or sum(at.active) != 1 else at.note.operands[:2]
-    return any(isinstance(value, int | float) and value == 0 for value in added)
+    """Whether zeros are added."""
+    if at.kind not in SUMS or at.note is None or sum(at.active) != 1:
+        return False
+    _, shift = constants(at.node, at.active.index(True)) or (None, None)
+    return shift is not None and one_number(shift) == 0
 
 
 def number_of(at: Step) -> float:
     """The one number that something is multiplied with; NaN if it is another step."""
-    if at.kind == "Neg":
-        return -1.0
     return as_affine(at.node, at.kind, at.active.index(True))[0] if sum(at.active) == 1 else math.nan
 
 
-def is_mean_of(at: Step, this: int, other: int) -> bool:
-    """Whether one operand of a sum is the mean of the other."""
-    node = source(at.edge(this), MOVING)[0]
-    if node is None or kind(node) not in ("Mean", "VarMean", "StdMean"):
-        return False
-    below, values = (source(edge, PERMUTING) for edge in (edges(node)[0], at.edge(other)))
-    return below[0] is values[0] and below[1] == values[1]
+def mean_beside(at: Step) -> Node | None:
+    """The mean that one operand of a sum is of the other one, times a number or not."""
+    for this, other in ((1, 0), (0, 1)):
+        edge = source(unscaled(at.edge(this), at.walk.active, MOVING)[1], MOVING)
+        if edge[0] is None or kind(edge[0]) not in MEANS:
+            continue
+        below, values = (source(e, PERMUTING) for e in (edges(edge[0])[0], at.edge(other)))
+        if below == values and math.prod(shape(edge)) < math.prod(shape(values)):
+            return edge[0]
+    return None
+
+
+def is_over_batch(at: Step, mean: Node) -> bool:
+    """Whether a mean is one of several samples."""
+    size, samples = shape(edges(mean)[0]), shape(at.walk.root)[:1]
+    dims = getattr(mean, "_saved_dim", None)
+    reduced = not dims or any(signed(d) % len(size) == 0 for d in dims)
+    return kind(mean) in ("Mean", "Sum", "VarMean", "StdMean") and samples == size[:1] != (1,) and reduced

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from fasterisnet.lrp.kernels import wide
-from fasterisnet.lrp.kinds import POOLING, descend, edges, kind, shape
+from fasterisnet.lrp.kinds import descend, edges, kind, shape
 from fasterisnet.lrp.layers import operand, through
+from fasterisnet.lrp.parts import announce_parts
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.units import before, constants, scaled_at
 
-# Pools that take every number alone where they leave the size, or the number of numbers, as it was.
-RESIZING = frozenset(kind for kind in POOLING if kind.startswith(("AdaptiveAvgPool", "Upsample")))
 WHOLE = frozenset({"Mean", "Sum", "Nansum"})
 WITH_MEAN = frozenset({"VarMean", "StdMean"})
 
@@ -36,12 +34,6 @@ def pool_zplus(at: Step, scale: Tensor | None = None) -> None:
     scale: a constant behind it, which makes its weights `scale A`.
     """
     at = _MeanAlone(at) if at.kind in WITH_MEAN else at
-    size, after = shape(at.edge(0)), shape((at.node, 0))
-    alone = WHOLE | {"Col2Im"}
-    if size == after if at.kind in RESIZING else at.kind in alone and math.prod(size) == math.prod(after):
-        at.ends_start = False
-        at.pass_on()  # every sum has one number
-        return
     pools = [at]
     while at.kind in WHOLE and kind(pools[-1].edge(0)[0]) in WHOLE and not at.walk.wants(pools[-1].edge(0)):
         pools.append(Step(at.walk, pools[-1].edge(0)[0], at.flow))
@@ -76,5 +68,7 @@ def mean_zplus(at: Step, at_sum: int) -> bool:
     each = before(path, scale, shape((at.node, 0)))
     if each is None or shift is not None or shape(edges(node)[0]) == shape((node, 0)) or bool((each <= 0).any()):
         return False
-    pool_zplus(Step(at.walk, node, {form: {0: through(path, by[0])} for form, by in at.flow.items()}), each)
+    inner = Step(at.walk, node, {form: {0: through(path, by[0])} for form, by in at.flow.items()})
+    announce_parts(inner)
+    pool_zplus(inner, each)
     return True

@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
         with torch._C._ForceDispatchKeyGuard(*self._keys), torch.enable_grad():
             copy = t.clone()
         if t.requires_grad:
-            self._histories[id(copy)] = (copy, _edge(t))
+            self._histories[id(copy)] = copy, (t.grad_fn, t.output_nr)
         return copy
 
 
@@ -201,7 +201,3 @@ def recording() -> Iterator[None]:
     """
     with Recorder():
         yield
-
-
-def _edge(t: Tensor) -> Edge:
-    return t.grad_fn, t.output_nr

@@ -25,23 +25,13 @@ from fasterisnet.lrp.epsilon import (
     replayed,
 )
 from fasterisnet.lrp.kernels import Quotient, wide
-from fasterisnet.lrp.kinds import GROUPS, SUMS
+from fasterisnet.lrp.kinds import GROUPS, PERMUTING, SUMS, WINNING, edges, kind, only_moves, source
 from fasterisnet.lrp.layers import layer, through
-from fasterisnet.lrp.parts import (
-    adds_layer,
-    adds_nothing,
-    asked_inside,
-    is_written_out,
-    number_of,
-    of_groups,
-    of_parts,
-    one_unit,
-    warn_of_parts,
-)
+from fasterisnet.lrp.parts import adds_layer, adds_nothing, announce_parts, number_of, of_parts, one_unit, whole_unit
 from fasterisnet.lrp.pools import WITH_MEAN, pool_zplus
 from fasterisnet.lrp.softmax import softmax_by_hand, softmax_zplus
 from fasterisnet.lrp.step import Step
-from fasterisnet.lrp.units import Unit, is_line, scaled_at, unit
+from fasterisnet.lrp.units import Unit, is_line, scaled_at
 from fasterisnet.lrp.zb import first_layer
 from fasterisnet.lrp.zplus import (
     activation_zplus,
@@ -97,13 +87,16 @@ class RuleTable:
         if group is None and self.loud and softmax_by_hand(at):
             at.treated("softmax")
             return
-        group = group if at.activation is None else "activation"
-        if is_line(at.node, at.walk.active):
+        if at.activation is not None:
+            group = "activation"
+        elif is_line(at.node, at.walk.active):
             group = "sum"
-        elif at.kind in WITH_MEAN and is_linear_here(at):
+        elif only_moves(at.node):
+            group = "move"
+        elif is_linear_here(at):
             group = "pool"
         rule = self.rules.get(group or "")
-        if group is None and self.loud and not is_linear_here(at):
+        if group is None and self.loud:
             at.warn()
         elif self.loud:
             announce(at, self)
@@ -120,10 +113,16 @@ def is_linear_here(at: Step) -> bool:
 
 def announce(at: Step, table: RuleTable) -> None:
     """Operations with a rule that are met in a form it does not cover."""
-    known = ("linear", "product", "sum") if table.in_R else ("linear",)
+    if at.activation is None and at.kind in SUMS | {"Sum", "Mean"}:
+        announce_parts(at)
+    known = ("linear", "product", "sum", "signed") if table.needs_values else ("linear",)
     complex_layer = GROUPS.get(at.kind) in known and at.node._input_metadata[0].dtype.is_complex
     if at.activation is None and at.note is not None and masks_itself(at.node, at.note, at.walk.active):
         at.warn("chooses by the values of its own operand, like an activation, but is none that is known.")
+    elif at.kind in WINNING and joins_constants(at):
+        at.warn(
+            "takes the largest or smallest of activations and constants, like an activation, but is none that is known."
+        )
     elif (at.kind == "Lerp" and at.is_active(2) and not is_line(at.node, at.walk.active)) or (
         at.kind.startswith("GridSampler") and at.is_active(1)
     ):
@@ -132,8 +131,6 @@ def announce(at: Step, table: RuleTable) -> None:
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
     elif table.needs_values and (complex_layer or (GROUPS.get(at.kind) == "bilinear" and sum(at.active) == 1)):
         at.warn("is a layer that z+ and gamma do not know; its derivative was used.")
-    elif table.needs_values and not table.in_R and is_written_out(at, (at.node, 0)):
-        at.warn("adds up products with weights, a layer in parts; gamma takes its derivative.")
     elif table.needs_values and not table.in_R and adds_layer(at):
         at.warn("adds a layer and its scale at once; gamma takes its derivative.")
     elif table.in_R:
@@ -143,6 +140,12 @@ def announce(at: Step, table: RuleTable) -> None:
         in_parts = at.kind in ("Addcmul", "Addcdiv") and scaled_at(at.node, at.walk.active) is None
         if signed or in_parts or at.saved("accumulate") or GROUPS.get(at.kind) == "bilinear":
             at.warn("is a sum of positive and negative parts that z+ cannot tell apart; its derivative was used.")
+
+
+def joins_constants(at: Step) -> bool:
+    """Whether something was stacked on constants of its size."""
+    below = source(at.edge(0), PERMUTING)[0]
+    return below is not None and kind(below) == "Stack" and 0 < sum(at.walk.active(below)) < len(edges(below))
 
 
 _MAY_BE_ACTIVATIONS = frozenset({"activation", "product", "move", "sum", "slices"})
@@ -155,6 +158,7 @@ def linear_gamma(gamma: float) -> Rule:
     """`G_x = (W + gamma W+)^T (R_y/z)`, z with the same weights: favours positive contributions."""
 
     def of(at: Step, unit: Unit) -> None:
+        one_unit(at, unit.layer.node, unit.inside)
         weight = unit.weight + gamma * unit.weight.clamp(min=0)
         z = unit.layer.forward(unit.x, weight)
         if unit.bias is not None:
@@ -168,24 +172,19 @@ def linear_gamma(gamma: float) -> Rule:
 
     def rule(at: Step) -> None:
         number = adds_nothing(at) or (GROUPS[at.kind] == "product" and not math.isnan(number_of(at)))
-        found = None if number else unit((at.node, 0), at.walk.active)
-        if found is not None and not (GROUPS[at.kind] == "product" and asked_inside(at, found.inside)):
-            one_unit(at, found.layer.node, found.inside)
+        found = None if number else whole_unit(at)
+        if found is not None:
             of(at, found)
-            return
-        if found is None and not number:
-            warn_of_parts(at, (at.node, 0))
-        if GROUPS[at.kind] == "norm":
+        elif GROUPS[at.kind] == "norm":
             norm_constant(at)
         else:
-            at.ends_start = at.ends_start and not adds_nothing(at)
-            constant = at.kind in SUMS and sum(at.active) == 1 and not adds_nothing(at)
+            nothing = adds_nothing(at)
+            at.ends_start = at.ends_start and not nothing
+            constant = at.kind in SUMS and sum(at.active) == 1 and not nothing
             if constant and of_parts(at, at.edge(at.active.index(True))):
                 at.warn("adds a constant to parts of layers; gamma takes it for a step of its own.")
             elif at.kind in SUMS and sum(at.active) == 2 and is_in_parts(at.node, at.walk.active):
                 at.warn("adds functions of the same values, like an activation in parts; gamma takes each for itself.")
-            elif at.kind in SUMS and of_groups(at.node, at.walk.active):
-                at.warn("adds layers that read parts of one tensor, like a layer in parts; gamma takes them for two.")
             (at.pass_on if at.kind in SUMS else lambda: product_half(at))()
 
     return rule
@@ -271,6 +270,7 @@ def tables(rule: Rules, epsilon: float = 0.01) -> RuleTable | dict[Any, RuleTabl
     """The table, or for a dict of modules the table of each, in terms of G so that they can meet in one pass."""
     if not isinstance(rule, Mapping):
         return table(rule, epsilon)
-    found = {"default": table("epsilon", epsilon)} | {k: table(v, epsilon) for k, v in rule.items()}
+    default = rule.get(torch.nn.Module, "epsilon")  # every module is one
+    found = {k: table(v, epsilon) for k, v in {"default": default, **rule}.items()}
     alone = all(t == found["default"] for t in found.values())
     return found if alone else {k: among_others(t) for k, t in found.items()}

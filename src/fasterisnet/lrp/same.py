@@ -22,12 +22,12 @@ def same(a: Edge, b: Edge, of_b: Tensor | None = None) -> bool:
     """Whether every number of a is the one at the same place of b, or of b's numbers `of_b`, which has a's shape."""
     if a[0] is None or b[0] is None:
         return False
-    if of_b is None and (_identical(a, b) or (shape(a) == shape(b) and _twice(a, b))):
+    if of_b is None and (a == b or (shape(a) == shape(b) and _twice(a, b))):
         return True
     if shape(a) != (shape(b) if of_b is None else tuple(of_b.shape)):
         return False
     (path_a, below_a), (path_b, below_b) = (descend(e, CUTTING) for e in (a, b))
-    if not _twice(below_a, below_b) or not (path_a or path_b or of_b is not None):
+    if not _twice(below_a, below_b):
         return False
     places_a, places_b = _places(a, path_a), _places(b, path_b)
     return torch.equal(places_a, places_b if of_b is None else places_b[of_b.reshape(-1)])
@@ -44,20 +44,16 @@ def _places(edge: Edge, path: list[Node]) -> Tensor:
     return torch.empty(count, dtype=torch.long, device="cpu").scatter_(0, numbers[places] - 1, places)
 
 
-def _identical(a: Edge, b: Edge) -> bool:
-    return a[0] is b[0] and a[1] == b[1]
-
-
 def _twice(a: Edge, b: Edge, depth: int = 0) -> bool:
     """The same edge, or the same step with the same settings of operands that are the same."""
-    if _identical(a, b):
+    if a == b:
         return True
     if a[0] is None or b[0] is None or depth > DEEPEST or a[1] != b[1] or shape(a) != shape(b):
         return False
     what, below_a, below_b = kind(a[0]), edges(a[0]), edges(b[0])
     if what != kind(b[0]) or what not in SAVED or len(below_a) != len(below_b) or not _equal(*map(_settings, (a, b))):
         return False
-    return all(_identical(x, y) or _twice(x, y, depth + 1) for x, y in zip(below_a, below_b, strict=True))
+    return all(x == y or _twice(x, y, depth + 1) for x, y in zip(below_a, below_b, strict=True))
 
 
 def _settings(edge: Edge) -> list[Any]:

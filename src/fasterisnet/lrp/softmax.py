@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fasterisnet.lrp.kernels import wide
-from fasterisnet.lrp.kinds import PERMUTING, Edge, edges, kind, shape, source
+from fasterisnet.lrp.kinds import PERMUTING, Edge, edges, kind, shape, signed, source
 from fasterisnet.lrp.layers import operand
 from fasterisnet.lrp.step import Step
 
@@ -35,7 +35,7 @@ def _scores(at: Step) -> tuple[Edge, int | None]:
     """What a softmax in steps is taken of, and along which dimension."""
     below = source(at.edge(0))[0] if at.kind == "Exp" else None
     if below is not None and kind(below) == "LogSoftmax":
-        return edges(below)[0], _signed(below._saved_dim)
+        return edges(below)[0], signed(below._saved_dim)
     if below is None or kind(below) != "Sub" or below._saved_alpha != 1 or not all(at.walk.active(below)):
         return at.edge(0), None
     scores, subtracted = edges(below)
@@ -43,14 +43,9 @@ def _scores(at: Step) -> tuple[Edge, int | None]:
     if total is None or kind(total) != "Logsumexp" or len(total._saved_dim) != 1:
         return scores, None
     size = shape(scores)
-    dim = _signed(total._saved_dim[0]) % len(size)
+    dim = signed(total._saved_dim[0]) % len(size)
     alike = source(edges(total)[0]) == source(scores) and shape(subtracted) == (*size[:dim], 1, *size[dim + 1 :])
     return scores, dim if alike else None
-
-
-def _signed(dim: int) -> int:
-    """Autograd knows no negative dimensions."""
-    return dim - 2**64 if dim >= 2**63 else dim
 
 
 def _unshifted(at: Step, edge: Edge, dim: int) -> Edge:
@@ -58,9 +53,13 @@ def _unshifted(at: Step, edge: Edge, dim: int) -> Edge:
     size = shape(edge)
     dim = dim % len(size) - len(size)
     while (node := source(edge)[0]) is not None and kind(node) in ("Add", "Sub") and not at.walk.wants(edge):
-        shift = operand(node, 1)
-        alike = not isinstance(shift, Tensor) or shift.ndim < -dim or shift.shape[dim] == 1
-        if not at.walk.active(node)[0] or not alike or shape(edges(node)[0]) != size:
+        shifted = [e for i, e in enumerate(edges(node)) if shape(e) == size and _alike(operand(node, 1 - i), dim)]
+        if len(shifted) != 1 or source(shifted[0])[0] not in at.walk.reached:
             break
-        edge = edges(node)[0]
+        edge = shifted[0]
     return edge
+
+
+def _alike(shift: Tensor | float, dim: int) -> bool:
+    """Whether something is the same along a dimension."""
+    return not isinstance(shift, Tensor) or shift.ndim < -dim or shift.shape[dim] == 1 or shift.stride(dim) == 0

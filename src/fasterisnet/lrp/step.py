@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.activations import may_be_masked
 from fasterisnet.lrp.kernels import Quotient, stabilised, wide
-from fasterisnet.lrp.kinds import GROUPS, SAME, Edge, Node, edges, kind, shape, spoken
+from fasterisnet.lrp.kinds import GROUPS, SAME, Edge, Node, edges, kind, only_moves, shape, signed, spoken
 from fasterisnet.lrp.layers import through
 from fasterisnet.lrp.record import Note, note
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from fasterisnet.lrp.walk import Walk
 
 # What arrives at a node, by form: "G" with R = y*G; "R", relevance itself; "start", G that has met no layer yet;
-# "B", relevance that zB has sent to what lies in front of the first layer. Each by the number of the node's output.
+# "P", G behind a ReLU, with R = y+ * G; "B", relevance that zB has sent to what lies in front of the first layer. Each
+# by the number of the node's output.
 Flow = dict[str, dict[int, Tensor]]
 # What may lie there: every number of the result is affine in one of the images'.
-AFFINE = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg"})
+AFFINE = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Addcmul", "Addcdiv", "Lerp"})
 UNWALKABLE = {
     "Function CheckpointFunction": "The model uses gradient checkpointing of the reentrant kind, which hides its "
     "operations. Use checkpoint(..., use_reentrant=False), or switch it off (timm: set_grad_checkpointing(False)).",
@@ -50,7 +51,9 @@ class Step:
         self.table = walk.table_at(node)
         self.eps = self.table.stabiliser
         self.activation: Activation | None = None
-        self.ends_start = GROUPS.get(self.kind) in LAYERS and not self.is_score
+        self.ends_start = GROUPS.get(self.kind) in LAYERS and not self.is_score and not self._only_moves()
+        if GROUPS.get(self.kind) not in ("linear", "norm", "sum"):
+            self.settle()
 
     def take(self) -> None:
         """Applies the rule of the table; in front of the first layer zB's relevance goes on as it is."""
@@ -90,21 +93,44 @@ class Step:
 
     def relevance(self, y: Callable[[], Tensor]) -> Tensor:
         """All that came, as relevance: `R = y * G`."""
+        self.settle()
         R, G = self.arrived("R"), self.G
         if G is None:
             assert R is not None
             return R
-        return y() * G if R is None else R + y() * G
+        return y() * G if R is None else torch.addcmul(R, y(), G)
 
-    def over(self, z: Tensor, y: Callable[[], Tensor] | None, path: Sequence[Node] = ()) -> Tensor:
-        """`s = R_y/(z + eps)`, z and y behind `path`. What comes from the score starts here (paper: LRP-z+_begin)."""
+    def settle(self) -> None:
+        """What came from a ReLU becomes relevance: a rule that knows what it divides by does that in one step."""
+        behind = self.flow.pop("P", None)
+        if behind is not None:
+            R, y = self.arrived("R"), self.walk.positive[self.node]
+            self.flow["R"] = {0: y * behind[0] if R is None else torch.addcmul(R, y, behind[0])}
+
+    def over(
+        self, z: Tensor, y: Callable[[], Tensor] | None, path: Sequence[Node] = (), stabilised: bool = False
+    ) -> Tensor:
+        """`s = R_y/(z + eps)`, z and y behind `path`. What comes from the score starts here (paper: LRP-z+_begin).
+
+        stabilised: z has its epsilon already.
+        """
         total = None
         for form, by in self.flow.items():
-            t = through(path, by[0]) * y() if form == "G" and y is not None else through(path, by[0])
-            s = Quotient.apply(t, z if form == "start" else None, z, self.eps, False)
+            factor = None
+            if form == "start":
+                factor = z - self.eps if stabilised else z
+            elif form == "P":
+                factor = through(path, self.walk.positive[self.node])
+            elif form == "G" and y is not None:
+                factor = y()
+            s = Quotient.apply(through(path, by[0]), factor, z, 0.0 if stabilised else self.eps, False)
             total = s if total is None else total + s
         assert total is not None
         return total
+
+    def _only_moves(self) -> bool:
+        """Whether numbers are only picked here: the larger of two, the sum of one."""
+        return sum(self.active) == 2 if self.kind in ("Maximum", "Minimum", "Fmax", "Fmin") else only_moves(self.node)
 
     @property
     def is_score(self) -> bool:
@@ -117,9 +143,9 @@ class Step:
         return position < len(self.active) and self.active[position]
 
     def saved(self, name: str) -> Any:
-        """What autograd saved under a name; it knows no negative dimensions."""
+        """What autograd saved under a name."""
         value = getattr(self.node, f"_saved_{name}", None)
-        return value - 2**64 if type(value) is int and value >= 2**63 else value
+        return signed(value) if type(value) is int else value
 
     def edge(self, position: int) -> Edge:
         return edges(self.node)[position]
@@ -131,6 +157,9 @@ class Step:
             return [by.get(i) for i in range(len(metadata))]
         if self.kind in SAME and 0 in by and by[0].device == metadata[0].device:
             return [by[0]]
+        if self.kind == "Cat" and 0 in by and all(self.active) and self._joins_alike():
+            dim = self.saved("dim")  # computed as: a split, whose derivative is one step, that of slices many
+            return by[0].split([shape(edge)[dim] for edge in edges(self.node)], dim)
         if self.kind == "Hardsigmoid":  # torch cannot differentiate its own twice
             return [by[0] * ((self.saved("self") > -3) & (self.saved("self") < 3)) / 6]
         args = [by[i].to(m.dtype) if i in by else None for i, m in enumerate(metadata)]
@@ -147,6 +176,11 @@ class Step:
                     f"'{spoken(self.kind)}' has no derivative that relevance could be sent through."
                 ) from error
         return [None if t is None else wide(t) for t in (result if isinstance(result, tuple) else (result,))]
+
+    def _joins_alike(self) -> bool:
+        """Whether all operands have the dimensions and the type of the result; torch also joins others."""
+        own, below = self.node._input_metadata[0], (n._input_metadata[i] for n, i in edges(self.node))
+        return all(len(m.shape) == len(own.shape) and m.dtype == own.dtype for m in below)
 
     def forward(self, xs: Sequence[Tensor | None]) -> Tensor:
         """`A x` of a node that is linear, found from its derivative `A^T u`."""
@@ -176,8 +210,10 @@ class Step:
         self.send(to, "R", t)
 
     def share(self, to: int | Edge, G: Tensor, x: Tensor) -> None:
-        """Sends G, or `R = x * G` where the table speaks of relevance."""
-        self.send(to, *(("R", x * G) if self.table.in_R else ("G", G)))
+        """Sends G, or `R = x * G` where the table speaks of relevance. A ReLU has its x."""
+        edge = self.edge(to) if isinstance(to, int) else to
+        multiplies = self.table.in_R and (edge[0] is None or kind(edge[0]) != "Relu")
+        self.send(to, *(("R", x * G) if multiplies else ("G", G)))
 
     def pass_on(self) -> None:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""

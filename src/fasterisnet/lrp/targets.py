@@ -123,7 +123,7 @@ class Eta(_OfClasses):
             log_p = torch.nn.functional.logsigmoid(logits[:, 0])
             log_rest = torch.nn.functional.logsigmoid(-logits[:, 0])
         else:
-            others = logits.masked_fill(_one_hot(index, logits), -math.inf).logsumexp(1)
+            others = logits.scatter(1, index.unsqueeze(1), -math.inf).logsumexp(1)
             both = logits.logsumexp(1)
             log_p, log_rest = _pick(logits, index) - both, others - both
         if self.mu == 0:
@@ -150,10 +150,6 @@ class AllLogits:
 
     def __call__(self, logits: Tensor) -> Tensor:
         return logits
-
-
-def _one_hot(index: Tensor, logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[1], device=logits.device) == index.unsqueeze(1)
 
 
 def resolve(target: Target | Classes | None) -> Target:

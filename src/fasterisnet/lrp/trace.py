@@ -133,11 +133,8 @@ class Trace:
                 raise InputError(f"layers holds {name!r}; it has to be a list of module names.")
             if name not in known:
                 close = [m for m in known if m.endswith(name.split(".")[-1])][:3]
-                hint = (
-                    f" Did you mean {' or '.join(sorted(close))}?"
-                    if close
-                    else " model.named_modules() lists the names."
-                )
+                hint = f" Did you mean {' or '.join(sorted(close))}?" if close else ""
+                hint = hint or " model.named_modules() lists the names."
                 raise InputError(f"layers names '{name}', which is not a module of the model.{hint}")
         return found
 
@@ -224,24 +221,18 @@ class Trace:
     ) -> dict[str, Tensor]:
         """Relevance of `score` (summed over the batch) at the input and at every captured layer."""
         bounds = self.bounds if use_box else None
-        ends = [edge_of(self.root), *[edge for _, edge in self.captures.values()]]
+        root = self.root if self.root_is_users else self.root.detach()
+        asked = {"input": (root, edge_of(self.root)), **self.captures}
         base, at = self._tables(table)
         walk = Walk(
-            base, ends, log=self.log, place=self.module_name, table_at=at, box=bounds, create_graph=create_graph,
-            keep_root=self.root_is_users,
+            base, [edge for _, edge in asked.values()], log=self.log, place=self.module_name, table_at=at, box=bounds,
+            create_graph=create_graph, keep_root=self.root_is_users,
         )  # fmt: skip
         with torch.enable_grad():  # what makes a score of the logits is no part of the network: G is its derivative
             (G,) = torch.autograd.grad(score.sum(), self.logits, create_graph=create_graph, retain_graph=True)
         found = walk.run(edge_of(self.logits), G)
-        values = [
-            self.root if self.root_is_users else self.root.detach(),
-            *[value for value, _ in self.captures.values()],
-        ]
         with torch.set_grad_enabled(create_graph):
-            maps = {
-                name: _map(found.get(end, {}), value)
-                for name, end, value in zip(["input", *self.captures], ends, values, strict=True)
-            }
+            maps = {name: _map(found.get(end, {}), value) for name, (value, end) in asked.items()}
         return maps if create_graph else {name: m.detach() for name, m in maps.items()}
 
     def _tables(self, table: Rules) -> tuple[RuleTable, Callable[[Node], RuleTable] | None]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fasterisnet.lrp.gates import constant_of
 from fasterisnet.lrp.kernels import wide
-from fasterisnet.lrp.kinds import BATCH_NORMS, NORMS, SUMS, Edge, Node, descend, edges, kind, shape
+from fasterisnet.lrp.kinds import BATCH_NORMS, NORMS, SUMS, Edge, Node, descend, edges, kind, shape, signs
 from fasterisnet.lrp.layers import CLASSES, Active, Layer, layer, norm, operand, through
 
 AFFINE = NORMS | SUMS | {"Mul", "Div", "Neg", "Addcmul", "Addcdiv"}
@@ -128,18 +129,17 @@ def chain(edge: Edge, active: Active) -> Chain | None:
     if node is None or at is None:
         return None
     below = chain(edges(node)[at], active) if unit(edges(node)[at], active) is None else None
-    if kind(node) in CENTRING or (kind(node) in NORMS and below is None):
-        found = norm(node)
-        shift = found.shift().detach() if found.centred is None else found.shift()
-        return Chain(edges(node)[0], found.x, found.full_scale, shift, path, [(node, number)])
+    own = norm(node) if kind(node) in NORMS else None
+    if own is not None and (own.centred is not None or below is None):
+        shift = own.shift().detach() if own.centred is None else own.shift()
+        return Chain(edges(node)[0], own.x, own.full_scale, shift, path, [(node, number)])
     step = constants(node, at)
     if step is None:
         return None
     scale, shift = step[0], None if step[1] is None else step[1].detach()
     if below is not None:
-        found = below.behind(scale, shift, shape((node, 0)))
-        inside = [(node, number), edges(node)[at], *found.inside]
-        return replace(found, path=[*path, *found.path], inside=inside)
+        found, here = below.behind(scale, shift, shape((node, 0))), [(node, number), edges(node)[at]]
+        return replace(found, path=[*path, *found.path], inside=[*here, *found.inside])
     if shift is None:
         return None
     return Chain(edges(node)[at], wide(operand(node, at)), scale, shift, path, [(node, number)])
@@ -168,9 +168,7 @@ def constants(node: Node, at: int) -> tuple[Tensor | None, Tensor | None] | None
         found = norm(node)
         return (found.full_scale, found.shift()) if found.centred is None else None
     if what in SUMS:
-        alpha = getattr(node, "_saved_alpha", 1)
-        signs = {"Add": (1, alpha), "Sub": (1, -alpha), "Rsub": (-alpha, 1)}[what]
-        scale, shift = signs[at], operand(node, 1 - at) * signs[1 - at]
+        scale, shift = signs(node)[at], operand(node, 1 - at) * signs(node)[1 - at]
     elif what == "Neg":
         scale = -1
     elif what == "Lerp":
@@ -186,12 +184,13 @@ def constants(node: Node, at: int) -> tuple[Tensor | None, Tensor | None] | None
             node._saved_value * others[0], operand(node, 0)
         )  # fmt: skip
     elif what == "Mul" or at == 0:
-        other = node._saved_other if at == 0 else node._saved_self
+        other = constant_of(node, what, at)
         scale = other if what == "Mul" else 1 / other
     else:
         return None
     scale = None if isinstance(scale, int | float) and scale == 1 else scale
-    as_tensors = (
-        None if t is None else torch.as_tensor(t, dtype=like.dtype, device=like.device) for t in (scale, shift)
-    )
-    return next(as_tensors), next(as_tensors)
+
+    def fitted(t: Tensor | float | None) -> Tensor | None:
+        return None if t is None else torch.as_tensor(t, dtype=like.dtype, device=like.device)
+
+    return fitted(scale), fitted(shift)

@@ -98,6 +98,7 @@ class Walk:
         self._behind, self.is_beside = behind, behind is not None
         self.reached: set[Node] = set()
         self.affine: set[Node] = set()
+        self.positive: dict[Node, Tensor] = {}  # what ReLUs made of the results of these
         self._waiting: dict[Node, Flow] = {}
         self._active: dict[Node, list[bool]] = {}
 
@@ -176,7 +177,7 @@ class Walk:
 
     def wants(self, *asked: Edge) -> bool:
         """Whether the relevance at one of these edges was asked for."""
-        return any(edge[0] is end[0] and edge[1] == end[1] for edge in asked for end in self.ends[1:])
+        return any(edge[0] is end[0] and edge[1] == end[1] for edge in asked for end in self.ends)
 
     def joins_outputs(self, node: Node) -> bool:
         """Whether a node, one number a sample, is made of outputs of which none comes from another one."""
@@ -201,9 +202,8 @@ class Walk:
 
     def _is_affine(self, node: Node) -> bool:
         what, below = kind(node), [n for (n, _), on in zip(edges(node), self.active(node), strict=True) if on]
-        one = (
-            len(below) == 1 and (what in MOVING or what in AFFINE) and not (what == "Div" and not self.active(node)[0])
-        )
+        one = len(below) == 1 and (what in MOVING or what in AFFINE)
+        one = one and not (what in ("Div", "Addcdiv") and self.active(node)[-1])  # a denominator
         joined = what in ("Cat", "Stack", "CopySlices") and len(below) > 0
         in_place = replays(note(node)) if what == "CopySlices" else ""
         joined = joined and (not in_place or (in_place in AFFINE and len(below) == 1 and self.active(node)[0]))

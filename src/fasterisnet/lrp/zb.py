@@ -19,6 +19,7 @@ def first_layer(at: Step) -> bool:
     found = at.activation
     if found is None and GROUPS.get(at.kind) not in ("linear", "norm", "sum", "product"):
         return False
+    at.settle()
     made = unit((at.node, 0) if found is None else found.edge, at.walk.active, reads=at.walk.affine)
     if made is None:
         warn_of_parts(at, (at.node, 0) if found is None else found.edge, below=at.walk.affine)

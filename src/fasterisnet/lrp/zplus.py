@@ -11,27 +11,10 @@ from torch import Tensor
 from fasterisnet.lrp.activations import is_in_parts
 from fasterisnet.lrp.epsilon import product_half
 from fasterisnet.lrp.gates import shares, unscaled
-from fasterisnet.lrp.kernels import Quotient, SumShares, wide
-from fasterisnet.lrp.kinds import (
-    BATCH_NORMS,
-    GROUPS,
-    PERMUTING,
-    SUMS,
-    kind,
-    source,
-)
+from fasterisnet.lrp.kernels import ChannelShares, Quotient, SumShares, wide
+from fasterisnet.lrp.kinds import BATCH_NORMS, LINEAR, PERMUTING, SUMS, Edge, kind, shape, signs, source
 from fasterisnet.lrp.layers import CLASSES, layer, norm, operand, through
-from fasterisnet.lrp.parts import (
-    adds_nothing,
-    asked_inside,
-    is_mean_of,
-    is_written_out,
-    number_of,
-    of_groups,
-    of_parts,
-    one_unit,
-    warn_of_parts,
-)
+from fasterisnet.lrp.parts import adds_nothing, asked_inside, is_written_out, number_of, of_parts, one_unit, whole_unit
 from fasterisnet.lrp.pools import mean_zplus
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.units import Chain, Unit, chain, unit
@@ -76,18 +59,18 @@ def two_sided(
 ) -> tuple[Tensor, Tensor | None]:
     """`W+^T s` and `W-^T s` for `z = W+ x1 + W- x2 + b+`; without output, all that came is taken for relevance."""
     layer, weight = unit.layer, unit.weight
-    plus = weight.clamp(min=0)
-    shift = None if unit.bias is None else unit.bias.detach().clamp(min=0)
+    plus = weight.relu()  # whose derivative is one step; that of a clamp is three
+    shift = layer.nothing_added(first) if unit.bias is None else unit.bias.detach().clamp(min=0)
+    shift = shift + at.eps  # so that the layer stabilises z
     paired = second is not None and layer.can_pair
     if second is None:
-        z = layer.forward(first, plus)
+        z = layer.forward(first, plus, shift)
     elif paired:
         plus = layer.side_by_side((plus, weight.clamp(max=0)))
-        z = layer.forward(torch.cat((first, second), layer.side), plus)
+        z = layer.forward(torch.cat((first, second), layer.side), plus, shift)
     else:
-        z = layer.forward(first, plus) + layer.forward(second, weight.clamp(max=0))
-    z = z if shift is None else z + shift
-    s = at.over(z, output, unit.path)
+        z = layer.forward(first, plus, shift) + layer.forward(second, weight.clamp(max=0))
+    s = at.over(z, output, unit.path, stabilised=True)
     back = layer.transpose(s, plus)
     if paired:
         first_half, second_half = back.chunk(2, layer.side)
@@ -106,12 +89,10 @@ def norm_zplus(at: Step) -> None:
 
 def of_constants(at: Step) -> bool:
     """Constants that scale and shift: behind a layer one with it, elsewhere one step. False if it is neither."""
-    layer = unit((at.node, 0), at.walk.active)
-    if layer is not None and not (GROUPS[at.kind] == "product" and asked_inside(at, layer.inside)):
+    layer = whole_unit(at)
+    if layer is not None:
         _zplus(at, layer)
         return True
-    if layer is None:
-        warn_of_parts(at, (at.node, 0))
     steps = chain((at.node, 0), at.walk.active)
     if steps is None or (len(steps.inside) == 1 and at.kind in SUMS) or asked_inside(at, steps.inside):
         return False
@@ -121,6 +102,18 @@ def of_constants(at: Step) -> bool:
 
 def _diagonal(at: Step, found: Chain) -> None:
     """A layer with one weight a number."""
+    if set(at.flow) == {"P"} and kind(at.node) in BATCH_NORMS and not (found.path or found.shift.requires_grad):
+        G, y = at.flow["P"][0], at.walk.positive[at.node]
+        if found.scale is not None and found.shift.numel() == found.scale.numel() == y.shape[1]:
+            scale, shift = (t.reshape(-1).to(y.dtype) for t in (found.scale, found.shift))
+            at.send_R(found.edge, ChannelShares.apply(G, y, found.x, scale, shift, at.eps))
+            return
+    at.settle()
+    if set(at.flow) == {"R"}:
+        a = found.scaled(found.x)
+        R = through(found.path, at.flow["R"][0])
+        at.send_R(found.edge, SumShares.apply(R, None, a, found.shift.expand_as(a), at.eps, False)[0])
+        return
     x, scale = found.x, torch.ones_like(found.x) if found.scale is None else found.scale
     s = at.over((scale * x).clamp(min=0) + found.shift.clamp(min=0), found.output, found.path)
     at.share(found.edge, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
@@ -135,27 +128,23 @@ def sum_zplus(at: Step) -> None:
     if sum(at.active) == 1 and of_constants(at):
         return
     values = [_as_tensor(operand(at.node, i), at, constant=not at.is_active(i)) for i in range(2)]
-    alpha = float(at.saved("alpha") or 1)
-    signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}[at.kind]
-    parts = [v if sign == 1 else v * sign for v, sign in zip(values, signs, strict=True)]
+    each = signs(at.node)
+    parts = [v if sign == 1 else v * sign for v, sign in zip(values, each, strict=True)]
     if sum(at.active) == 1:
         below = at.edge(at.active.index(True))
         if of_parts(at, below) or is_written_out(at, below):
             at.warn("adds a constant to parts of layers; z+ takes it for a step of its own.")
-    elif is_mean_of(at, 1, 0) or is_mean_of(at, 0, 1):
-        at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
     elif is_in_parts(at.node, at.walk.active):
         at.warn("adds functions of the same values, like an activation in parts; z+ takes them for two things.")
-    elif of_groups(at.node, at.walk.active):
-        at.warn("adds layers that read parts of one tensor, like a layer in parts; z+ takes them for two.")
-    if all(at.active) and len(at.active) == 2 and set(at.flow) == {"R"} and parts[0].shape == parts[1].shape:
-        for position, R in enumerate(SumShares.apply(at.arrived("R"), *parts, at.eps)):
+    if all(at.active) and len(at.active) == 2 and set(at.flow) <= {"R", "P"} and parts[0].shape == parts[1].shape:
+        for position, R in enumerate(SumShares.apply(at.arrived("R"), at.arrived("P"), *parts, at.eps)):
             at.send_R(position, R)
         return
+    at.settle()
     s = at.over(parts[0].clamp(min=0) + parts[1].clamp(min=0), lambda: parts[0] + parts[1])
     for position in range(2):
         if at.is_active(position):
-            G = s * (parts[position] > 0) * signs[position]
+            G = s * (parts[position] > 0) * each[position]
             added = parts[1 - position] if sum(at.active) == 1 else None
             if added is None or not bool((added == 0).any()):
                 at.share(position, G, values[position])
@@ -163,7 +152,7 @@ def sum_zplus(at: Step) -> None:
                 R = at.relevance(lambda: parts[0] + parts[1])
                 at.send_R(position, torch.where(added == 0, R, values[position] * G))
             else:
-                at.send_G(position, torch.where(added == 0, at.G * signs[position], G))
+                at.send_G(position, torch.where(added == 0, at.G * each[position], G))
 
 
 def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
@@ -175,23 +164,38 @@ def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
 def activation_zplus(at: Step) -> None:
     """ReLU passes relevance on. Others: `R_x = x/(x + eps*sign(x)) R_y`."""
     found = at.activation
+    at.settle()
     if found is None:
         at.pass_on()
+    elif found.rectifies and set(at.flow) <= {"G", "R"} and _divides_first(at, found.edge, found.y):
+        at.walk.positive[found.edge[0]] = found.y
+        at.send(found.edge, "P", at.arrived("G"))
+        at.send_R(found.edge, at.arrived("R"))
     elif found.rectifies or found.mirrored:
         at.send_R(found.edge, at.relevance(lambda: found.y))
     else:
-        if at.arrived("R") is not None:
-            at.send_R(found.edge, Quotient.apply(at.arrived("R"), found.x, found.x, at.eps, True))
-        if "start" in at.flow:
-            R = Quotient.apply(at.G * found.x, found.y, found.x, at.eps, True)
-            at.send_R(found.edge, R)
+        start = at.flow.pop("start", None)
+        if at.flow:
+            R = at.relevance(lambda: found.y)
+            at.send_R(found.edge, Quotient.apply(R, found.x, found.x, at.eps, True))
+        if start is not None:
+            at.send_R(found.edge, Quotient.apply(start[0] * found.x, found.y, found.x, at.eps, True))
+
+
+def _divides_first(at: Step, edge: Edge, y: Tensor) -> bool:
+    """Whether what is behind a ReLU divides relevance by its own z at once, so that nobody needs it before."""
+    if edge[0] is None or edge[1] != 0:
+        return False
+    adds = kind(edge[0]) in SUMS and sum(at.walk.active(edge[0])) == 2
+    divides = adds or (kind(edge[0]) in LINEAR | BATCH_NORMS and at.arrived("R") is None)
+    return divides and not at.walk.wants(edge) and shape(edge) == tuple(y.shape)
 
 
 def product_zplus(at: Step) -> None:
     """Half to each of two factors; a constant behind a layer, another constant or a sum is one with it."""
     at_sum = at.active.index(True)
     scale = number_of(at)
-    apart = sum(at.active) == 1 and (math.isnan(scale) or (scale > 0 and unit((at.node, 0), at.walk.active) is None))
+    apart = sum(at.active) == 1 and (math.isnan(scale) or (scale != 0 and unit((at.node, 0), at.walk.active) is None))
     if apart and of_constants(at):
         return
     if not mean_zplus(at, at_sum):
@@ -209,10 +213,11 @@ def _product_zplus(at: Step) -> None:
         R = Quotient.apply(
             R, product.clamp(min=0), product.clamp(min=0) + found.bias.detach().clamp(min=0), at.eps, False
         )
-    # Factors before any number they were multiplied with: the stabiliser does not see how attention was scaled.
+    # Factors without the size of what they were multiplied with: the stabiliser does not see how attention was scaled.
     alpha = at.saved("alpha") or 1
-    pair = (found.x, found.weight if alpha == 1 else found.weight / alpha)
-    factors = [unscaled(t, at.edge(i), at.walk.active, PERMUTING)[0] for t, i in zip(pair, positions, strict=True)]
+    pair = (found.x, found.weight if alpha == 1 else found.weight / abs(alpha))
+    numbers = [unscaled(at.edge(i), at.walk.active, PERMUTING)[0] for i in positions]
+    factors = [t / abs(number) for t, number in zip(pair, numbers, strict=True)]
 
     def z(a_plus: Tensor, a_minus: Tensor, b_plus: Tensor, b_minus: Tensor) -> Tensor:
         return found.forward(a_plus, b_plus) + found.forward(a_minus, b_minus)
