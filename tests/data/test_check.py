@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from fasterisnet.data.check import EXAMPLES, KINDS, Report, Row, check_data
-from fasterisnet.data.folder import Columns
+from fasterisnet.data.manifest import Columns
 from fasterisnet.errors import InputError
 
 SHAPE = np.zeros((20, 30), np.uint8)

@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 
 from fasterisnet.data.base import BadImageError, Source
-from fasterisnet.data.folder import Columns, FolderSamples, open_folder
+from fasterisnet.data.folder import FolderSamples, open_folder
+from fasterisnet.data.manifest import Columns
 from fasterisnet.data.masks import decode_mask, thresholded
 from fasterisnet.data.pictures import readable
 from fasterisnet.data.reader import read_image, read_mask

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 from fasterisnet.data.base import Samples, Source, has_mask
 from fasterisnet.data.findings import Counts, about_files, about_lists, about_samples
-from fasterisnet.data.folder import NO_TRAIN, AnyPath, Columns, Finding, Listing, list_data
-from fasterisnet.data.manifest import Record
+from fasterisnet.data.listing import NO_TRAIN, Finding, Listing, list_data
+from fasterisnet.data.manifest import AnyPath, Columns, Record
 from fasterisnet.data.pictures import Window, readable
 from fasterisnet.data.reader import Reader
 from fasterisnet.data.sources import is_own, open_source, own_arguments

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fasterisnet.data.base import Samples
 from fasterisnet.data.boxes import boxes_to_mask
-from fasterisnet.data.folder import BOXES, MASKS, Finding, Listing, looked_for, size_mismatch
+from fasterisnet.data.folder import size_mismatch
+from fasterisnet.data.listing import BOXES, MASKS, Finding, Listing, looked_for
 from fasterisnet.data.manifest import Record
 from fasterisnet.data.masks import CLEAR, listed
 from fasterisnet.data.pictures import SIXTEEN_BITS, Picture, pages_of, read_bytes, readable, stem_of
