@@ -341,4 +341,5 @@ def test_values_as_they_are_read(text: str, value: Any) -> None:
 
 def test_benchmarks_take_their_data_as_other_commands_call_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benchmark", "dogs", "--data", "dogs:somewhere", "--list"]) == 0
-    assert "'data': 'dogs:somewhere'" in capsys.readouterr().out
+    assert "standard-seed0: " in (shown := capsys.readouterr().out)
+    assert "\n  dogs:somewhere method=standard model=resnet18_half epochs=30 " in shown

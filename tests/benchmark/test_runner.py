@@ -82,10 +82,15 @@ def few_and_no_pictures() -> Iterator[None]:
 def no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the results are drawn for `whole` and for the test that looks at them."""
     if request.function is not test_the_pictures_come_from_the_results:
-        for place, name in ((tables, "accuracy_panels"), (tables, "curve_of_f"), (pictures, "heatmap_figure")):
+        for place, name in (
+            (tables, "accuracy_panels"),
+            (tables, "loss_panels"),
+            (tables, "curve_of_f"),
+            (pictures, "heatmap_figure"),
+        ):
             monkeypatch.setattr(place, name, lambda *_, **__: None)
         for place in (tables, pictures):
-            monkeypatch.setattr(place, "save_figure", lambda _, path: path.touch())
+            monkeypatch.setattr(place, "save_figure", lambda _, path, **__: path.touch())
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +186,7 @@ def test_what_must_not_be_shown_is_an_outline(tmp_path: Path) -> None:
 def test_the_pictures_come_from_the_results(tmp_path: Path, place: Place) -> None:
     shutil.rmtree(tmp_path / "a" / "runs")
     before = {path.name: path.read_bytes() for path in place.results.glob("*.png")}
-    assert sorted(before) == ["accuracy.png", "f.png", "heatmaps.png"]
+    assert sorted(before) == ["accuracy.png", "f.png", "heatmaps.png", "losses.png"]
     for name in before:
         (place.results / name).unlink()
     assert place.run("--report") == 0

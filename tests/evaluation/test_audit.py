@@ -508,6 +508,13 @@ def test_backgrounds_that_are_alike_prove_nothing(changed: float, wanted: str) -
     assert decide(causal._replace(exchanged=number(0.9))).verdict != "undecided"
 
 
+def test_to_have_learned_nothing_is_no_merit() -> None:
+    """The sentence is read alone, too: at the end of a training."""
+    found = decide(outcome(number(0), number(0), number(0.02), accuracy=0.5))
+    assert found.verdict == "ignores the background" and found.sentence.count("no better than") == 1
+    assert "no better than" not in decide(outcome(number(0), number(0), number(0.02))).sentence
+
+
 def test_heatmaps_that_disagree_are_told_but_do_not_decide() -> None:
     causal = outcome(number(0), number(0), number(0.02))
     found = decide(causal, {"integrated gradients": (number(0.9), number(0.6))})

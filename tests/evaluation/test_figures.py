@@ -16,7 +16,15 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation import accuracy_figure, curve_of_f, figures, heatmap_figure, overlay, save_figure
-from fasterisnet.evaluation.figures import NEGATIVE, OUTLINE, PALEST, POSITIVE, accuracy_panels, times_figure
+from fasterisnet.evaluation.figures import (
+    NEGATIVE,
+    OUTLINE,
+    PALEST,
+    POSITIVE,
+    accuracy_panels,
+    loss_panels,
+    times_figure,
+)
 
 
 def colour(rgb: tuple[float, ...]) -> list[int]:
@@ -188,6 +196,23 @@ def test_panels_of_accuracy() -> None:
     assert [axis.get_xlabel() for axis in shown] == ["", "", "epoch", "epoch", "epoch"]
     with pytest.raises(InputError, match="no history"):
         accuracy_panels({})
+
+
+def test_panels_of_losses() -> None:
+    histories = {
+        "standard": {"classification": [2.0, 1.0]},
+        "isnet": {"classification": [2.0, 1.5], "background": [1.0, None]},
+    }
+    standard, isnet = loss_panels(histories).axes
+    assert [line.get_ydata().tolist() for line in standard.lines] == [[2, 1], []]
+    assert [line.get_ydata().tolist() for line in isnet.lines] == [[2, 1.5], [1]]
+    assert [line.get_color() for line in standard.lines] == [line.get_color() for line in isnet.lines]
+    assert isnet.get_ylim()[0] == 0 and [standard.get_title(), isnet.get_title()] == list(histories)
+    assert 2 < standard.get_ylim()[1] < 3
+    panels = loss_panels(
+        {**histories, "another": {"classification": [3.0]}, "explodes": {"classification": [3.0, 900.0]}}
+    )
+    assert 3 < panels.axes[0].get_ylim()[1] < 10
 
 
 def test_times_over_classes() -> None:

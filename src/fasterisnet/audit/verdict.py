@@ -73,6 +73,8 @@ def decide(causal: Causal, masses: Mapping[str, tuple[Estimate, Estimate]] | Non
         sentence = f"This classifier ignores the background: {signs[0].text}."
         if blind:
             sentence = "This classifier ignores the background, and the object too: its outputs never change."
+        elif caveats:  # a sentence that is read alone must not sound like praise
+            sentence += f" But {caveats[0][:1].lower()}{caveats[0][1:]}"
         caveats += [
             f"The heatmaps ({name}) disagree: {percent(mass)} of the relevance lies in the background, which is "
             f"{percent(area)} of the area."
@@ -114,6 +116,7 @@ def _signs(causal: Causal) -> list[_Sign]:
 
 
 def _caveats(causal: Causal) -> list[str]:
+    """That it has learned nothing, if it has."""
     found = []
     accuracy = causal.original
     if accuracy is not None and causal.chance is not None and accuracy.low <= causal.chance:

@@ -68,7 +68,8 @@ def heatmap_grid(files: dict[str, Path], path: Path) -> list[str]:
         for row, content in contents.items()
         if all(torch.equal(content[key], first[key]) for key in ("images", "masks"))
     }
-    save_figure(heatmap_figure(first["images"], maps, first["masks"], layout="columns"), path)
+    figure = heatmap_figure(first["images"], maps, first["masks"], layout="columns")
+    save_figure(figure, path, dpi=120)  # maps have about a hundred pixels a side
     return [row for row in contents if row not in maps]
 
 

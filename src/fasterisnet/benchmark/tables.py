@@ -13,7 +13,7 @@ from fasterisnet.benchmark.recipe import Recipe
 from fasterisnet.benchmark.results import Results, read_results
 from fasterisnet.data.sources import parts_of
 from fasterisnet.errors import InputError
-from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, save_figure
+from fasterisnet.evaluation.figures import accuracy_panels, curve_of_f, loss_panels, save_figure
 from fasterisnet.evaluation.intervals import Estimate
 from fasterisnet.evaluation.posterior import posterior
 from fasterisnet.files import write_text
@@ -30,7 +30,7 @@ CAUSAL = {
 
 
 def write_tables(recipe: Recipe, folder: Path) -> str:
-    """table.md, details.md, causal.md; of the first seed of each row accuracy.png, heatmaps.png, f.png.
+    """table.md, details.md, causal.md; of the first seed of each row accuracy.png, losses.png, heatmaps.png, f.png.
 
     Returns the first table.
     """
@@ -47,6 +47,8 @@ def write_tables(recipe: Recipe, folder: Path) -> str:
     histories = {row: history for row, history in histories.items() if history}
     if histories:
         save_figure(accuracy_panels(histories), folder / "accuracy.png")
+    losses = {row: _losses(runs[0]["epochs"]) for row, runs in results.items()}
+    save_figure(loss_panels(losses), folder / "losses.png")
     seeds = {row: runs[0]["config"]["seed"] for row, runs in results.items()}
     left_out = heatmap_grid(
         {row: folder / f"{row}-seed{seed}.safetensors" for row, seed in seeds.items()}, folder / "heatmaps.png"
@@ -199,3 +201,14 @@ def _history(recipe: Recipe, epochs: list[dict[str, Any]]) -> dict[str, list[flo
     """Accuracy after every epoch on the tests, None for those that were not watched; nothing if none was."""
     history = {test: [epoch.get(f"{test}_accuracy") for epoch in epochs] for test in recipe.tests}
     return history if any(v is not None for values in history.values() for v in values) else {}
+
+
+def _losses(epochs: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """The classification loss after every epoch, and what the background costs where a method punishes it."""
+    found = {}
+    for loss in ("classification", "background"):
+        for part, spoken in (("train", "training"), ("val", "validation")):
+            values = [epoch.get(f"{part}_{loss}") or None for epoch in epochs]  # zero: no such loss in this epoch
+            if any(values):
+                found[f"{loss}, {spoken}"] = values
+    return found

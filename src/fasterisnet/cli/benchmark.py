@@ -28,7 +28,9 @@ def add(commands: Any) -> None:
     p.add_argument("--set", metavar="KEY=X", action="append", default=[], help="change an option of all rows")
     p.add_argument("--trust", action="store_true", help="import the models that the recipe names as code")
     p.add_argument("--report", action="store_true", help="train nothing; table and figures from the results")
-    p.add_argument("--list", action="store_true", help="show the rows and their recipes, and stop")
+    p.add_argument(
+        "--list", action="store_true", help="show the rows, what is done, and the options that are no defaults"
+    )
 
 
 def work(options: argparse.Namespace) -> int:
@@ -39,6 +41,7 @@ def work(options: argparse.Namespace) -> int:
     from fasterisnet.benchmark.tables import write_tables
     from fasterisnet.files import remove_leftovers
     from fasterisnet.models import check_trust
+    from fasterisnet.runs.config import Config
     from fasterisnet.training.distributed import is_first_process
 
     options.data = options.data and options.data.removeprefix(f"{options.name}:")  # as other commands call it
@@ -58,7 +61,9 @@ def work(options: argparse.Namespace) -> int:
     if options.list:
         for run, config in plan.items():
             state = "finished" if files[run].exists() else "to do"
-            print(f"{files[run].stem}: {state}\n  {vars(config)}")
+            usual = vars(Config.of({"data": config.data, "out": config.out, "seed": config.seed}))
+            chosen = (f"{key}={value}" for key, value in vars(config).items() if key == "method" or value != usual[key])
+            print(f"{files[run].stem}: {state}\n  {' '.join([config.data, *chosen])}")
         return DONE
     if not options.report:
         for config in plan.values():

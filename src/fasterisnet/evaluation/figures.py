@@ -6,7 +6,8 @@ matplotlib is imported only when a figure is made, and without its global state 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,6 +102,7 @@ def accuracy_figure(history: History) -> Figure:
     figure = new_figure(6.4, 3.8)
     axis = figure.subplots()
     _accuracies(axis, history, with_last=True)
+    _over_epochs(axis)
     axis.set(xlabel="epoch", ylabel="accuracy, %")
     if history:
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -109,6 +111,31 @@ def accuracy_figure(history: History) -> Figure:
 
 def accuracy_panels(histories: Mapping[str, History], *, columns: int = 4) -> Figure:
     """The same for several networks, one panel each, on one scale. All have the same tests."""
+
+    def draw(axis: Axes, history: History) -> None:
+        _accuracies(axis, history, with_last=False)
+
+    return _panels(histories, columns, draw, "accuracy, %")
+
+
+def loss_panels(histories: Mapping[str, History], *, columns: int = 4) -> Figure:
+    """Losses after each epoch of several networks, one panel each, on one scale; some may lack some of the losses.
+
+    The scale is that of most networks: one whose losses explode leaves its panel at the top.
+    """
+    names = list(dict.fromkeys(name for history in histories.values() for name in history))
+
+    def draw(axis: Axes, history: History) -> None:
+        for position, name in enumerate(names):
+            axis.plot(*_points(history.get(name, [])), color=LINES[position % len(LINES)], linewidth=1.5, label=name)
+
+    figure = _panels(histories, columns, draw, "loss")
+    highest = [max((v for values in h.values() for v in _points(values)[1]), default=0) for h in histories.values()]
+    figure.axes[0].set_ylim(0, 1.05 * min(max(highest), 2 * statistics.median(highest)) or 1)  # and with it of all
+    return figure
+
+
+def _panels(histories: Mapping[str, History], columns: int, draw: Callable[[Axes, History], None], y: str) -> Figure:
     if not histories:
         raise InputError("There is no history to draw.")
     columns = min(columns, len(histories))
@@ -118,33 +145,44 @@ def accuracy_panels(histories: Mapping[str, History], *, columns: int = 4) -> Fi
     for axis in axes.flat[len(histories) :]:
         axis.set_visible(False)
     for axis, (name, history) in zip(axes.flat, histories.items(), strict=False):
-        _accuracies(axis, history, with_last=False)
+        draw(axis, history)
         axis.set_title(name, fontsize=10)
+        _over_epochs(axis)
     for row in axes:
-        row[0].set_ylabel("accuracy, %")
+        row[0].set_ylabel(y)
     for position in range(len(histories)):
         if position + columns >= len(histories):
             axes.flat[position].set_xlabel("epoch")
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), columns), frameon=False)
     return figure
 
 
 def _accuracies(axis: Axes, history: History, *, with_last: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     for position, (name, values) in enumerate(history.items()):
-        points = [(epoch, 100 * v) for epoch, v in enumerate(values, start=1) if v is not None and math.isfinite(v)]
+        epochs, accuracies = _points(values)
+        accuracies = [100 * v for v in accuracies]
         colour, style = LINES[position % len(LINES)], ("-", "--", ":")[position // len(LINES) % 3]
-        last = f" ({points[-1][1]:.1f})" if points and with_last else ""
+        last = f" ({accuracies[-1]:.1f})" if accuracies and with_last else ""
         width = 1.5 + 1.5 * max(0, min(len(history), 4) - 1 - position)  # lines below others are wider, so they show
         axis.plot(
-            *_columns(points), style, color=colour, linewidth=width, marker="o", ms=width + 1.5, label=name + last
+            epochs, accuracies, style, color=colour, linewidth=width, marker="o", ms=width + 1.5, label=name + last
         )
     axis.set(ylim=(0, 102))
+
+
+def _over_epochs(axis: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _points(values: Sequence[float | None]) -> tuple[list[int], list[float]]:
+    """Epochs that have a value, and the values."""
+    known = [(epoch, v) for epoch, v in enumerate(values, start=1) if v is not None and math.isfinite(v)]
+    return [epoch for epoch, _ in known], [v for _, v in known]
 
 
 def times_figure(times: Mapping[str, Mapping[int, float]], slopes: Mapping[str, float]) -> Figure:
@@ -302,10 +340,6 @@ def _colour_bar(figure: Figure, axes: np.ndarray, bound: float | None) -> None:
     )  # fmt: skip
     bar.set_ticks([-reach, 0, reach], labels=[f"−{reach:g}\nagainst", "0", f"{reach:g}\nfor"], fontsize=9)
     bar.set_label("relevance, share of\nthe map's top 0.1 %" if bound is None else "relevance", fontsize=9)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _check(images: Tensor, maps: Mapping[str, Tensor], titles: Sequence[str] | None) -> None:
