@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fasterisnet.evaluation.figures import overlay
+from fasterisnet.evaluation.overlays import overlay
 from fasterisnet.losses import prepare_masks
 from fasterisnet.runs import report
 

@@ -70,9 +70,9 @@ def overlay(image: Tensor, heatmap: Tensor, mask: Tensor | None = None, *, bound
     """
     from PIL import Image
 
-    from fasterisnet.evaluation import figures
+    from fasterisnet.evaluation import overlays
 
-    pixels = figures.overlay(image, heatmap, mask, bound=bound)
+    pixels = overlays.overlay(image, heatmap, mask, bound=bound)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 

@@ -15,7 +15,7 @@ from fasterisnet.errors import FasterISNetError, UsageError
 from fasterisnet.evaluation.alterations import before
 from fasterisnet.evaluation.attention import background_mass, logits_of
 from fasterisnet.evaluation.explainers import EXPLAINERS, heatmaps
-from fasterisnet.evaluation.figures import overlay
+from fasterisnet.evaluation.overlays import overlay
 from fasterisnet.extras import install
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.folder import Run

@@ -25,7 +25,7 @@ from fasterisnet.data.base import Samples
 from fasterisnet.data.sources import open_source
 from fasterisnet.errors import UsageError
 from fasterisnet.evaluation.attention import background_mass
-from fasterisnet.evaluation.figures import overlay
+from fasterisnet.evaluation.overlays import overlay
 from fasterisnet.files import write_text
 from fasterisnet.lrp.explain import explain
 from fasterisnet.runs.card import Card

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from fasterisnet.errors import InputError
 from fasterisnet.evaluation import accuracy_figure, curve_of_f, figures, heatmap_figure, overlay, save_figure
-from fasterisnet.evaluation.figures import (
-    NEGATIVE,
-    OUTLINE,
-    PALEST,
-    POSITIVE,
-    accuracy_panels,
-    loss_panels,
-    times_figure,
-)
+from fasterisnet.evaluation.figures import accuracy_panels, loss_panels, times_figure
+from fasterisnet.evaluation.overlays import NEGATIVE, OUTLINE, PALEST, POSITIVE
 
 
 def colour(rgb: tuple[float, ...]) -> list[int]:

@@ -18,7 +18,7 @@ from fasterisnet.evaluation.alterations import TESTS, altered
 from fasterisnet.evaluation.attention import decisions
 from fasterisnet.evaluation.causal import MODEL_ERRORS
 from fasterisnet.evaluation.explainers import heatmaps
-from fasterisnet.evaluation.figures import overlay, with_outline
+from fasterisnet.evaluation.overlays import overlay, with_outline
 
 if TYPE_CHECKING:
     from fasterisnet.audit.examination import Examined

@@ -7,8 +7,9 @@ from fasterisnet.evaluation.attention import (
     rank_accuracy,
 )
 from fasterisnet.evaluation.export import export_model
-from fasterisnet.evaluation.figures import accuracy_figure, curve_of_f, heatmap_figure, overlay, save_figure
+from fasterisnet.evaluation.figures import accuracy_figure, curve_of_f, heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import Metrics, classification_metrics, evaluate
+from fasterisnet.evaluation.overlays import overlay
 
 __all__ = [
     "Metrics", "accuracy_figure", "background_area", "background_mass", "classification_metrics", "curve_of_f",
