@@ -148,10 +148,10 @@ class Quotient(Function):
 
 
 def stabilised(z: Tensor, epsilon: float, signed: bool = True) -> Tensor:
-    """`z + eps`, eps with the sign of z where `signed`."""
-    if epsilon == 0:
-        return z
-    return torch.where(z < 0, z - epsilon, z + epsilon) if signed else z + epsilon
+    """`z + eps`, eps with the sign of z where `signed`, that of a zero being positive."""
+    if not signed:
+        return z + epsilon if epsilon else z
+    return z + torch.copysign(z.new_tensor(epsilon), z + 0.0)  # -0 + 0 is 0; `where` takes ten times as long
 
 
 class SumShares(Function):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from fasterisnet.lrp.kernels import wide
@@ -13,6 +15,7 @@ from fasterisnet.lrp.parts import announce_parts
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.units import before, constants, scaled_at
 
+threshold_backward = torch.ops.aten.threshold_backward
 WHOLE = frozenset({"Mean", "Sum", "Nansum"})
 WITH_MEAN = frozenset({"VarMean", "StdMean"})
 
@@ -49,13 +52,14 @@ def pool_zplus(at: Step, scale: Tensor | None = None) -> None:
             found = pool.forward([found])
         return found if scale is None else found * scale
 
-    s = at.over(pooled([None if x is None else x.clamp(min=0) for x in xs]), lambda: pooled(xs))
+    positive = [None if x is None else x.relu() for x in xs]
+    s = at.over(pooled(positive), lambda: pooled(xs))
     back: Sequence[Tensor | None] = [s if scale is None else s * scale]
     for pool in pools:
         back = pool.ordinary({0: back[0]})  # type: ignore[dict-item]
-    for position, (t, x) in enumerate(zip(back, xs, strict=False)):
+    for position, (t, x) in enumerate(zip(back, positive, strict=False)):
         if t is not None and x is not None:
-            at.share(last.edge(position), t * (x > 0), x)
+            at.share(last.edge(position), partial(torch.mul, t, x), partial(threshold_backward, t, x, 0))
 
 
 def mean_zplus(at: Step, at_sum: int) -> bool:

@@ -209,11 +209,11 @@ class Step:
     def send_R(self, to: int | Edge, t: Tensor | None) -> None:
         self.send(to, "R", t)
 
-    def share(self, to: int | Edge, G: Tensor, x: Tensor) -> None:
-        """Sends G, or `R = x * G` where the table speaks of relevance. A ReLU has its x."""
+    def share(self, to: int | Edge, R: Callable[[], Tensor], G: Callable[[], Tensor]) -> None:
+        """Sends relevance, or G where the table speaks of that. A ReLU has its x."""
         edge = self.edge(to) if isinstance(to, int) else to
         multiplies = self.table.in_R and (edge[0] is None or kind(edge[0]) != "Relu")
-        self.send(to, *(("R", x * G) if multiplies else ("G", G)))
+        self.send(to, *(("R", R()) if multiplies else ("G", G())))
 
     def pass_on(self) -> None:
         """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""

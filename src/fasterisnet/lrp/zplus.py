@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,9 +45,19 @@ def _zplus(at: Step, unit: Unit) -> None:
     one_unit(at, unit.layer.node, unit.inside)
     x, layer = unit.x, unit.layer
     rectified = kind(source(layer.edge)[0]) == "Relu"  # seen without looking at the values
-    first, second = (x, None) if rectified or bool((x >= 0).all()) else (x.clamp(min=0), x.clamp(max=0))
+    first, second = (x, None) if rectified or bool((x >= 0).all()) else by_sign(x)
     plus, minus = two_sided(at, unit, first, second, lambda: output_of(at, unit))
-    at.share(layer.edge, plus if minus is None else torch.where(x >= 0, plus, minus), x)
+    if second is None or minus is None:
+        at.share(layer.edge, lambda: x * plus, lambda: plus)
+    else:
+        at.share(
+            layer.edge, lambda: torch.addcmul(first * plus, second, minus), lambda: torch.where(x >= 0, plus, minus)
+        )
+
+
+def by_sign(t: Tensor) -> tuple[Tensor, Tensor]:
+    """The positive and the negative part, by ReLUs: the derivative of a clamp takes ten times as long."""
+    return t.relu(), -(-t).relu()
 
 
 def output_of(at: Step, unit: Unit) -> Tensor:
@@ -59,23 +70,25 @@ def two_sided(
 ) -> tuple[Tensor, Tensor | None]:
     """`W+^T s` and `W-^T s` for `z = W+ x1 + W- x2 + b+`; without output, all that came is taken for relevance."""
     layer, weight = unit.layer, unit.weight
-    plus = weight.relu()  # whose derivative is one step; that of a clamp is three
+    plus, negative = (weight.relu(), None) if second is None else by_sign(weight)
     shift = layer.nothing_added(first) if unit.bias is None else unit.bias.detach().clamp(min=0)
     shift = shift + at.eps  # so that the layer stabilises z
-    paired = second is not None and layer.can_pair
-    if second is None:
+    paired = layer.can_pair
+    if second is None or negative is None:
         z = layer.forward(first, plus, shift)
     elif paired:
-        plus = layer.side_by_side((plus, weight.clamp(max=0)))
+        plus = layer.side_by_side((plus, negative))
         z = layer.forward(torch.cat((first, second), layer.side), plus, shift)
     else:
-        z = layer.forward(first, plus, shift) + layer.forward(second, weight.clamp(max=0))
+        z = layer.forward(first, plus, shift) + layer.forward(second, negative)
     s = at.over(z, output, unit.path, stabilised=True)
     back = layer.transpose(s, plus)
+    if negative is None:
+        return back, None
     if paired:
         first_half, second_half = back.chunk(2, layer.side)
         return first_half, second_half
-    return back, None if second is None else layer.transpose(s, weight.clamp(max=0))
+    return back, layer.transpose(s, negative)
 
 
 def norm_zplus(at: Step) -> None:
@@ -115,8 +128,9 @@ def _diagonal(at: Step, found: Chain) -> None:
         at.send_R(found.edge, SumShares.apply(R, None, a, found.shift.expand_as(a), at.eps, False)[0])
         return
     x, scale = found.x, torch.ones_like(found.x) if found.scale is None else found.scale
-    s = at.over((scale * x).clamp(min=0) + found.shift.clamp(min=0), found.output, found.path)
-    at.share(found.edge, s * torch.where(x >= 0, scale.clamp(min=0), scale.clamp(max=0)), x)
+    a = (scale * x).relu()
+    s = at.over(a + found.shift.relu(), found.output, found.path)
+    at.share(found.edge, lambda: s * a, lambda: s * torch.where(x >= 0, *by_sign(scale)))
 
 
 def sum_zplus(at: Step) -> None:
@@ -141,13 +155,14 @@ def sum_zplus(at: Step) -> None:
             at.send_R(position, R)
         return
     at.settle()
-    s = at.over(parts[0].clamp(min=0) + parts[1].clamp(min=0), lambda: parts[0] + parts[1])
+    positive = [part.relu() for part in parts]
+    s = at.over(positive[0] + positive[1], lambda: parts[0] + parts[1])
     for position in range(2):
         if at.is_active(position):
             G = s * (parts[position] > 0) * each[position]
             added = parts[1 - position] if sum(at.active) == 1 else None
             if added is None or not bool((added == 0).any()):
-                at.share(position, G, values[position])
+                at.share(position, partial(torch.mul, s, positive[position]), lambda G=G: G)
             elif at.table.in_R:  # a mask of zeros and large negative numbers, say: zero is nothing
                 R = at.relevance(lambda: parts[0] + parts[1])
                 at.send_R(position, torch.where(added == 0, R, values[position] * G))
@@ -230,7 +245,7 @@ def _by_parts(z: Callable[..., Tensor], xs: Sequence[Tensor], R: Tensor, at: Ste
     """z of the positive and the negative part of every x: `s = R/(z + eps)`, to each part itself times `dz s`."""
     with torch.enable_grad():
         xs = [x if x.requires_grad and at.walk.create_graph else x.detach().requires_grad_() for x in xs]
-        parts = [part for x in xs for part in (x.clamp(min=0), x.clamp(max=0))]
+        parts = [part for x in xs for part in by_sign(x)]
         total = z(*parts)
         s = Quotient.apply(R, None, total, at.eps, False)
         back = torch.autograd.grad(total, parts, s, create_graph=at.walk.create_graph)
@@ -245,7 +260,7 @@ def signed_zplus(at: Step) -> None:
         at.pass_on()
         return
     x = operand(at.node, 0)
-    (r_plus, r_minus), (c_plus, c_minus) = [(t.clamp(min=0), t.clamp(max=0)) for t in _resizing(at, x)]
+    (r_plus, r_minus), (c_plus, c_minus) = map(by_sign, _resizing(at, x))
 
     def z(plus: Tensor, minus: Tensor) -> Tensor:
         positive = r_plus @ plus @ c_plus.mT + r_minus @ plus @ c_minus.mT
