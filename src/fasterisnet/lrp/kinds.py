@@ -137,12 +137,12 @@ def shape(edge: Edge) -> tuple[int, ...]:
 
 
 # What only moves numbers where it leaves as many as there were, and where it leaves the size as it was.
-OF_ALL = frozenset("Mean Sum Nansum Slice Select Expand Im2Col Col2Im".split())
+OF_ALL = frozenset("Mean Sum Nansum Slice Select Expand Im2Col Col2Im Stack".split())
 _OTHERS = MOVING | WINNING | POOLING | SIGNED
 RESIZING = frozenset(kind for kind in _OTHERS if kind.startswith(("Adaptive", "Upsample")))
 POOLS = frozenset(kind for kind in _OTHERS if kind.startswith(("AvgPool", "MaxPool")))
 SCALES = ("scales", "scales_d", "scales_h", "scales_w")
-MAY_MOVE = OF_ALL | RESIZING | POOLS | {"Mul", "Div"}
+MAY_MOVE = OF_ALL | RESIZING | POOLS | {"Mul", "Div", "Cat", "GridSampler2D", "GridSampler3D"}
 
 
 def signs(node: Node) -> tuple[float, float]:
@@ -166,6 +166,10 @@ def only_moves(node: Node) -> bool:
         return bool(other == 1) if isinstance(other, int | float) or other.numel() == 1 else False
     if what in POOLS:
         return math.prod(node._saved_kernel_size) == 1 and getattr(node, "_saved_divisor_override", None) in (None, 1)
+    if what.startswith("GridSampler"):
+        return node._saved_interpolation_mode == 1  # the nearest
+    if what in RESIZING and math.prod(shape(edges(node)[0])[2:]) == 1:
+        return True  # one pixel is repeated
     if what in RESIZING and any(getattr(node, f"_saved_{name}", None) not in (None, 1) for name in SCALES):
         return False  # bicubic resizing shifts numbers even where rounding leaves the size
     if what in ("Im2Col", "Col2Im") and not _tiles(node):
