@@ -86,7 +86,7 @@ def product_half(at: Step) -> None:
     """`y = a b`: half of the ordinary product to each; all to the signal where the other is a gate or a normaliser."""
     found = shares(at)
     if at.note is not None and at.note.result is not None:
-        at.pass_on()
+        at.pass_on(dict(found))
         return
     for form, by in at.flow.items():
         if form == "R" and at.kind != "Glu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -215,6 +215,22 @@ def _relevance(came: Sequence[Tensor], first_is_R: bool, a: Tensor, b: Tensor) -
         return came[0]
     y = torch.add(a, b).clamp_(min=0).mul_(came[-1])
     return y.add_(came[0]) if first_is_R else y
+
+
+class Result(Function):
+    """What a node computed of some operands, as it was kept: without a history, but with the node's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, derivative: Callable[[Tensor], Sequence[Tensor | None]], *xs: Tensor) -> Tensor:
+        ctx.derivative, ctx.sizes = derivative, [x.shape for x in xs]
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        found = [*ctx.derivative(u), *[None] * len(ctx.sizes)]
+        fits = (t if t is not None and t.shape == size else None for t, size in zip(found, ctx.sizes, strict=False))
+        return None, None, *fits
 
 
 class ChannelShares(Function):

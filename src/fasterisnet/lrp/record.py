@@ -169,6 +169,7 @@ class Recorder(TorchDispatchMode):
         t = args[0]
         asked = name in OLD_VALUES or (self.values and name in OF_SUMS) or (t._is_view() and name not in MOVES)
         asked = asked or (name in MASKED and any(self._masks.origins(a) for a in operands(args)))
+        asked = asked or (self.values and "".join(word.capitalize() for word in name.split("_")) not in GROUPS)
         follows = any(isinstance(a, Tensor) and a.requires_grad for a in operands(args))
         return self._copy(t) if asked and follows else t
 

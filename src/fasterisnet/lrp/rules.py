@@ -129,7 +129,7 @@ def announce(at: Step, table: RuleTable) -> None:
         at.warn("has weights computed from the images; its ordinary derivative was used.")
     elif GROUPS.get(at.kind) == "norm" and any(at.active[1:]):
         at.warn("has a scale or shift computed from the images, which gets no relevance.")
-    elif table.needs_values and (complex_layer or (GROUPS.get(at.kind) == "bilinear" and sum(at.active) == 1)):
+    elif table.needs_values and (complex_layer or (GROUPS.get(at.kind) == "bilinear" and not all(at.active))):
         at.warn("is a layer that z+ and gamma do not know; its derivative was used.")
     elif table.needs_values and not table.in_R and adds_layer(at):
         at.warn("adds a layer and its scale at once; gamma takes its derivative.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 
 from fasterisnet.errors import RuleError
 from fasterisnet.lrp.activations import may_be_masked
-from fasterisnet.lrp.kernels import Quotient, stabilised, wide
+from fasterisnet.lrp.kernels import Quotient, Result, stabilised, wide
 from fasterisnet.lrp.kinds import GROUPS, SAME, Edge, Node, edges, kind, only_moves, shape, signed, spoken
 from fasterisnet.lrp.layers import through
 from fasterisnet.lrp.record import Note, note
@@ -215,17 +215,22 @@ class Step:
         multiplies = self.table.in_R and (edge[0] is None or kind(edge[0]) != "Relu")
         self.send(to, *(("R", R()) if multiplies else ("G", G())))
 
-    def pass_on(self) -> None:
-        """The ordinary derivative. As relevance: of what moves, where to; of a stranger `R_x = x J^T (R_y/y)`."""
+    def pass_on(self, shares: Mapping[int, float] | None = None) -> None:
+        """The ordinary derivative, or these `shares` of it by operand. As relevance: of what moves, where to; of a
+        stranger `R_x = x J^T (R_y/y)`.
+        """
         for form, by in self.flow.items():
             y = self.note.result if form == "R" and self.note is not None and set(by) == {0} else None
             y = None if y is None or y.is_complex() else y
+            values = self.note.tensors if y is not None and self.note is not None else []
+            if y is not None and self.walk.create_graph:
+                y = Result.apply(y, lambda u: self.ordinary({0: u}), *values)
             arrived = by if y is None else {0: by[0] / stabilised(y, self.eps)}
             for position, t in enumerate(self.ordinary(arrived)):
-                if t is not None and self.active[position]:
-                    values = self.note.tensors if y is not None and self.note is not None else []
+                share = 1.0 if shares is None else shares.get(position, 0.0)
+                if t is not None and share and self.active[position]:
                     x = values[position] if position < len(values) else None
-                    self.send(position, form, t if x is None or x.shape != t.shape else t * x)
+                    self.send(position, form, share * (t if x is None or x.shape != t.shape else t * x))
 
     def warn(self, why: str = "has no relevance rule: its ordinary derivative was used.") -> None:
         """Once for each operation and module. Where the derivative is what is asked for, there is nothing to say."""
