@@ -305,7 +305,8 @@ def _origin(edge: Edge, active: Active) -> tuple[Edge, frozenset[str]]:
     """Where something comes from by steps that each take one value, and their kinds."""
     kinds = set()
     while edge[0] is not None and kind(edge[0]) in UNARY and sum(active(edge[0])) == 1:
-        kinds.add(kind(edge[0]))
+        found = note(edge[0])
+        kinds.add("Threshold" if found is not None and found.masks else kind(edge[0]))
         edge = edges(edge[0])[active(edge[0]).index(True)]
     return edge, frozenset(kinds)
 
@@ -344,14 +345,11 @@ def _line(edge: Edge, active: Active) -> tuple[float, float, Edge]:
 
 
 def _less_itself(node: Node, active: Active) -> Activation | None:
-    """`x - tanh(x)`, and `x - min(x, 0)`, a ReLU."""
+    """`x - tanh(x)`, `x - clamp(x, -1, 1)`, and `x - min(x, 0)`, a ReLU."""
     first, (below, _) = edges(node)[0], edges(node)[-1]
     if below is None or edges(below)[:1] != (first,) or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    if kind(below) == "Tanh":
-        x = operand(below, 0)
-        return Activation(x, x - x.tanh(), first)
-    if kind(below) in OF_ONE and _bounds(below, active) == (-math.inf, 0):
-        x = operand(below, 0, "self")
-        return Activation(x, x.clamp(min=0), first, True)
+    if kind(below) in OF_ONE and not any(active(below)[1:]):
+        x, rectifies = operand(below, 0, "self"), _bounds(below, active) == (-math.inf, 0)
+        return Activation(x, x.clamp(min=0) if rectifies else x - run_again(below, x), first, rectifies)
     return None

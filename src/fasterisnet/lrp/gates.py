@@ -70,7 +70,14 @@ def is_constant(edge: Edge, active: Active) -> bool:
         node = _behind_moves(edges(node)[active(node).index(True)], active)
         if node is None:
             return False
-    return kind(node) in SIZES or (kind(node) == "Pow" and _number(operand(node, 1, "exponent")) < 0)
+    negative = kind(node) == "Pow" and _number(operand(node, 1, "exponent")) < 0
+    return kind(node) in SIZES or negative or (kind(node) in ("Sum", "Mean") and _is_square(edges(node)[0][0]))
+
+
+def _is_square(node: Node) -> bool:
+    """Whether something is `x * x`, or `x ** 2`: its sum is a size, as a norm."""
+    alone = kind(node) == "Pow" and edges(node)[1:] in ((), ((None, 0),))
+    return _number(operand(node, 1, "exponent")) == 2 if alone else kind(node) == "Mul" and len(set(edges(node))) == 1
 
 
 def squeezes(between: tuple[float, float]) -> bool:
