@@ -21,6 +21,7 @@ from fasterisnet.lrp.kinds import (
     kind,
     shape,
     signed,
+    signs,
     source,
 )
 from fasterisnet.lrp.layers import CLASSES, Active, layer
@@ -141,10 +142,10 @@ def announce_parts(at: Step) -> None:
     groups = joins and (needs or at.walk.box is not None) and of_groups(added, active)
     if groups and (needs or any(unit(edge, active, reads=at.walk.affine) is not None for edge in edges(added))):
         at.warn("adds layers that read parts of one tensor, like a layer in parts; it takes them for several.")
-    mean = mean_beside(at) if at.kind in SUMS and sum(at.active) == 2 else None
+    mean, subtracted = mean_beside(at) if at.kind in SUMS and sum(at.active) == 2 else (None, False)
     if mean is not None and is_over_batch(at, mean):
-        at.warn("subtracts a mean over the batch: relevance of one sample reaches the others.")
-    elif mean is not None and at.table.in_R:
+        at.warn("has a mean over the batch beside its values: relevance of one sample reaches the others.")
+    elif subtracted and at.table.in_R:
         at.warn("subtracts a mean of the same values: z+ knows normalisations of torch, not those in parts.")
     if (needs or at.walk.box is not None) and is_written_out(at, (at.node, 0)):
         first = None if needs else unit(source(at.edge(0), PERMUTING), active, reads=at.walk.affine)
@@ -178,8 +179,7 @@ def adds_nothing(at: Step) -> bool:
     """Whether zeros are added."""
     if at.kind not in SUMS or at.note is None or sum(at.active) != 1:
         return False
-    _, shift = constants(at.node, at.active.index(True)) or (None, None)
-    return shift is not None and one_number(shift) == 0
+    return one_number(constant_of(at.node, at.kind, at.active.index(True))) == 0
 
 
 def number_of(at: Step) -> float:
@@ -187,16 +187,17 @@ def number_of(at: Step) -> float:
     return as_affine(at.node, at.kind, at.active.index(True))[0] if sum(at.active) == 1 else math.nan
 
 
-def mean_beside(at: Step) -> Node | None:
-    """The mean that one operand of a sum is of the other one, times a number or not."""
+def mean_beside(at: Step) -> tuple[Node | None, bool]:
+    """The mean that one operand of a sum is of the other one, times a number or not, and whether it is subtracted."""
     for this, other in ((1, 0), (0, 1)):
-        edge = source(unscaled(at.edge(this), at.walk.active, MOVING)[1], MOVING)
+        number, edge = unscaled(at.edge(this), at.walk.active, MOVING)
+        edge = source(edge, MOVING)
         if edge[0] is None or kind(edge[0]) not in MEANS:
             continue
         below, values = (source(e, PERMUTING) for e in (edges(edge[0])[0], at.edge(other)))
         if below == values and math.prod(shape(edge)) < math.prod(shape(values)):
-            return edge[0]
-    return None
+            return edge[0], bool(number * math.prod(signs(at.node)) < 0)
+    return None, False
 
 
 def is_over_batch(at: Step, mean: Node) -> bool:

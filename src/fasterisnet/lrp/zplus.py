@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fasterisnet.lrp.activations import is_in_parts
 from fasterisnet.lrp.epsilon import product_half
-from fasterisnet.lrp.gates import shares, unscaled
+from fasterisnet.lrp.gates import OFFSET_FIRST, is_learned, shares, unscaled
 from fasterisnet.lrp.kernels import ChannelShares, Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, LINEAR, PERMUTING, SUMS, Edge, kind, shape, signs, source
 from fasterisnet.lrp.layers import CLASSES, layer, norm, operand, through
@@ -32,7 +32,7 @@ def linear_zplus(at: Step) -> None:
         found = CLASSES[at.kind](at.node, signals[0])
     if found is not None:
         _zplus(at, Unit(found, found.weight, found.bias))
-    elif sum(at.active) == 2 and not (len(at.active) > 2 and at.active[0]):
+    elif sum(at.active) == 2 and not at.is_active(0 if at.kind in OFFSET_FIRST else 2):
         _product_zplus(at)
     else:
         at.warn("is a product with an offset, all computed from the images; z+ has no rule for that.")
@@ -160,7 +160,7 @@ def sum_zplus(at: Step) -> None:
     for position in range(2):
         if at.is_active(position):
             G = s * (parts[position] > 0) * each[position]
-            added = parts[1 - position] if sum(at.active) == 1 else None
+            added = None if all(at.active) or is_learned(operand(at.node, 1 - position)) else parts[1 - position]
             if added is None or not bool((added == 0).any()):
                 at.share(position, partial(torch.mul, s, positive[position]), lambda G=G: G)
             elif at.table.in_R:  # a mask of zeros and large negative numbers, say: zero is nothing
