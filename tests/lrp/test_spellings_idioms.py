@@ -184,6 +184,24 @@ def test_an_activation_in_parts_by_masks_is_loud(rule: str) -> None:
     assert_same(pair, rule, loud=True)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_mean_of_layers_side_by_side_is_none_of_a_layer_in_parts(rule: str) -> None:
+    """A convolution in groups, or a layer for each sample, is joined along another dimension than the mean's."""
+
+    def grouped(m: Any, t: Tensor) -> Tensor:
+        return F.conv2d(t, m.other.weight[:, :3], m.other.bias, padding=1, groups=2)
+
+    def apart(m: Any, t: Tensor) -> Tensor:
+        half = m.other.weight[:, :3].chunk(2), m.other.bias.chunk(2), t.chunk(2, 1)
+        return torch.cat([F.conv2d(x, w, b, padding=1) for w, b, x in zip(*half, strict=True)], 1)
+
+    def each(m: Any, t: Tensor) -> Tensor:
+        return torch.stack([grouped(m, x[None])[0] for x in t])
+
+    for step in (apart, each):
+        assert_same((lambda m, t: t + pooled(grouped(m, t)), lambda m, t: t + pooled(step(m, t))), rule)
+
+
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 STRANGERS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -138,7 +138,8 @@ def announce_parts(at: Step) -> None:
     """Says that a sum may be a layer in parts, or a norm."""
     needs, active = at.table.needs_values, at.walk.active
     added = at.node if at.kind in SUMS else source(at.edge(0))[0]
-    joins = added is not None and (added is at.node or kind(added) in ("Stack", "Cat")) and sum(active(added)) > 1
+    stacked = added is not None and kind(added) in ("Stack", "Cat") and sums_over(at.node, added._saved_dim)
+    joins = added is not None and (added is at.node or stacked) and sum(active(added)) > 1
     groups = joins and (needs or at.walk.box is not None) and of_groups(added, active)
     if groups and (needs or any(unit(edge, active, reads=at.walk.affine) is not None for edge in edges(added))):
         at.warn("adds layers that read parts of one tensor, like a layer in parts; it takes them for several.")
@@ -203,6 +204,10 @@ def mean_beside(at: Step) -> tuple[Node | None, bool]:
 def is_over_batch(at: Step, mean: Node) -> bool:
     """Whether a mean is one of several samples."""
     size, samples = shape(edges(mean)[0]), shape(at.walk.root)[:1]
-    dims = getattr(mean, "_saved_dim", None)
-    reduced = not dims or any(signed(d) % len(size) == 0 for d in dims)
-    return kind(mean) in ("Mean", "Sum", "VarMean", "StdMean") and samples == size[:1] != (1,) and reduced
+    return kind(mean) in ("Mean", "Sum", "VarMean", "StdMean") and samples == size[:1] != (1,) and sums_over(mean, 0)
+
+
+def sums_over(node: Node, dim: int) -> bool:
+    """Whether a sum or a mean is taken along a dimension, among others or not."""
+    count, dims = len(shape(edges(node)[0])), getattr(node, "_saved_dim", None)
+    return not dims or any(signed(d) % count == signed(dim) % count for d in dims)
