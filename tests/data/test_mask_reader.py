@@ -217,3 +217,12 @@ def test_a_turned_picture_whose_mask_is_not(tmp_path: Path, orientation: int, fo
     assert (report.found("turned") is not None) == found and not report.fatal
     save(root / "masks/train/a/0.png", SHAPE, exif=exif)
     assert check_data(root).rows == []
+
+
+def test_what_a_jpeg_lost_is_no_label() -> None:
+    """Only values near black and 255 are left of this one."""
+    content, mask = io.BytesIO(), SHAPE * False
+    mask[7:16, 7:16] = True
+    Image.fromarray(mask.astype(np.uint8) * 255).save(content, "JPEG", quality=90)
+    found = decode_mask(content.getvalue(), "a.jpg")
+    assert found.verdict == "soft" and np.array_equal(found.clear("a.jpg")[0].numpy(), mask)

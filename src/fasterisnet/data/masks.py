@@ -24,6 +24,7 @@ _BETWEEN = (64, 192)
 _SOFT = 0.1  # of the pixels may lie between black and white
 _VOID = 255  # what label maps have for pixels that belong to nothing
 _SHOWN = 12
+_JPEG = b"\xff\xd8"  # how such a file begins
 
 
 class AmbiguousMaskError(BadImageError):
@@ -80,7 +81,7 @@ def decode_mask(content: bytes, path: AnyPath, foreground: tuple[int, ...] = ())
         labels, turned = decoded(content, path, _labels)
         return chosen_labels(labels, foreground)._replace(turned=turned)
     (brightness, labels), turned = decoded(content, path, lambda p: (_brightness(p), _palette(p)))
-    return judged(brightness, labels)._replace(turned=turned)
+    return judged(brightness, labels, lossy=content.startswith(_JPEG))._replace(turned=turned)
 
 
 def thresholded(content: bytes, path: AnyPath, threshold: int = MIDDLE) -> Tensor:
@@ -94,8 +95,10 @@ def chosen_labels(labels: np.ndarray, foreground: tuple[int, ...]) -> StoredMask
     return StoredMask(torch.from_numpy(chosen)[None], "binary", () if chosen.any() else _distinct(labels))
 
 
-def judged(values: np.ndarray, labels: np.ndarray | None = None) -> StoredMask:
-    """The mask of brightness values. labels: the numbers behind them in a file with a palette of colours."""
+def judged(values: np.ndarray, labels: np.ndarray | None = None, *, lossy: bool = False) -> StoredMask:
+    """The mask of brightness values. labels: the numbers behind them in a file with a palette of colours. lossy: a few
+    values near black are what was lost of an outline, not labels.
+    """
     top = _scale(values)
     foreground = torch.from_numpy(_reached(values, MIDDLE))[None]
     if bool(((values == 0) | (values == top)).all()):
@@ -103,7 +106,7 @@ def judged(values: np.ndarray, labels: np.ndarray | None = None) -> StoredMask:
     found = _distinct(values if labels is None else labels)
     low, high = (end * top / 255 for end in _BETWEEN)
     small = all(value == int(value) and 0 <= value < _BETWEEN[0] for value in found if value != _VOID)
-    if small or labels is not None:
+    if (small and not lossy) or labels is not None:
         return StoredMask(foreground, "labels", found)
     soft = values.max() >= high and ((values >= low) & (values < high)).mean() <= _SOFT
     return StoredMask(foreground, "soft" if soft else "gray", found)
