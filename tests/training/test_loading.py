@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def test_workers_stay_and_come_from_a_server(tmp_path: Path) -> None:
     second = [batch[0] for batch in loader.epoch(1)]
     assert [worker.pid for worker in workers] == pids and all(worker.is_alive() for worker in workers)
     assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+def test_the_start_of_workers_is_no_waiting_for_data() -> None:
+    loader = Loader(drawn_source(per_class=4, size=16).split("train"), PREPARATION, 3, workers=1)
+    begin = time.perf_counter()
+    batches = loader.epoch(0)
+    next(batches)
+    assert loader.waited == 0 < time.perf_counter() - begin
+    assert len(list(batches)) and loader.waited > 0
 
 
 @pytest.mark.slow

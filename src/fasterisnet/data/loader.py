@@ -127,6 +127,7 @@ class Loader:
             if self.heard is not None:
                 self.heard(done, self.batches.count())
             begin = time.perf_counter()
+            starting = self._loader.num_workers > 0 and self._loader._iterator is None
             try:
                 iterator = iterator or self._begun()
                 batch = next(iterator, None)
@@ -135,7 +136,7 @@ class Loader:
                 if problem is None:
                     raise
                 raise problem from error
-            self.waited += time.perf_counter() - begin
+            self.waited += 0 if starting else time.perf_counter() - begin
             if batch is None:
                 return
             if isinstance(batch, BadImageError):
