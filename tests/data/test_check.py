@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         {"inverted": 1},
         "masks/train/cat/0.png",
     ),
+    "some inverted masks": (
+        lambda d: [save(path, 255 - SHAPE) for path in (d / "masks/test").rglob("*.png")],
+        {"inverted": 1},
+        "masks/test/cat/0.png",
+    ),
     "several pictures": (several_pictures, {"pages": 1}, "train/cat/1.png: holds 3 pictures"),
     "class numbers": (
         lambda d: save(d / "masks/val/dog/0.png", SHAPE // 85),
@@ -111,7 +117,16 @@ SPOILT: dict[str, tuple[Callable[[Path], object], dict[str, int], str]] = {
         {"not trained": 1, "not tested": 1, "no mask": 1},
         "train",
     ),
-    "class never tested": (lambda d: save(d / "train/owl/0.png", noise(99)), {"not tested": 2, "no mask": 1}, "val"),
+    "class never tested": (
+        lambda d: save(d / "train/owl/0.png", noise(99)),
+        {"not tested": 2, "no mask": 1, "unmasked": 1},
+        "val",
+    ),
+    "class without masks": (
+        lambda d: shutil.rmtree(d / "masks/train/dog"),
+        {"no mask": 3, "unmasked": 1},
+        "train/dog/0.png",
+    ),
     "duplicate": (
         lambda d: (d / "test/dog/0.png").write_bytes((d / "train/cat/0.png").read_bytes()),
         {"duplicate": 1},

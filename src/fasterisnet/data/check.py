@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fasterisnet.data.base import Samples, Source, has_mask
-from fasterisnet.data.findings import Counts, about_files, about_lists, about_samples
+from fasterisnet.data.findings import Counts, about_classes, about_files, about_lists, about_samples
 from fasterisnet.data.listing import NO_TRAIN, Finding, Listing, list_data
 from fasterisnet.data.manifest import AnyPath, Columns, Record
 from fasterisnet.data.pictures import Window, readable
@@ -66,6 +66,7 @@ KINDS: dict[str, Kind] = {
     "group of tests": Kind("group in two tests", "warning", "No harm, unless the tests are taken together."),
     "not trained": Kind("class not in train", "fatal", "Add images of the class to train, or remove it elsewhere."),
     "no mask": Kind("image without mask", "warning", "Used for classification only; add masks if you can."),
+    "unmasked": Kind("class without masks", "warning", "Its background is never punished; add masks of this class."),
     "empty": Kind("empty mask", "warning", "Counts as no mask; mark the foreground."),
     "full": Kind("full mask", "warning", "Leaves no background to punish; mark the foreground only."),
     "soft": Kind("mask with soft edges", "warning", "Cut in the middle; better save 0 and 255 only."),
@@ -189,7 +190,7 @@ def check_data(
             if not decode:
                 kept = (record for record, place in zip(listing.records, places, strict=True) if has_mask(*place))
                 counts.masks.update(record.split for record in kept)
-    findings = [*listing.broken, *listing.odd, *about_lists(listing), *about]
+    findings = [*listing.broken, *listing.odd, *about_lists(listing), *about, *about_classes(counts)]
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
         by_kind[finding.kind].append(finding.message)

@@ -28,14 +28,15 @@ AT_ONCE = 4096
 _MISNAMED = {"training": "train", "trainval": "train", "valid": "val", "validation": "val", "dev": "val"}
 _MASK_OF = re.compile(r"(.+)[ _.-](?:mask|masks|seg|segmentation)", re.IGNORECASE | re.DOTALL)
 _USED = 2**14  # values that data of 16 bits should reach
-_FRAMED, _MANY = 0.9, 10  # share of at least so many masks that have the whole border as the object
+_FRAMED, _MANY = 0.2, 10  # share of at least so many masks that have the whole border as the object
 
 
 @dataclass
 class Counts:
-    """What is counted on the way: the images of each split that have a usable mask."""
+    """What is counted on the way: the images that have a usable mask, of each split, and of each class of train."""
 
     masks: Counter[str] = field(default_factory=Counter)
+    of_class: Counter[str] = field(default_factory=Counter)
 
 
 # --- lists -----------------------------------------------------------------------------------------------------------
@@ -186,7 +187,8 @@ def about_files(listing: Listing, reader: Reader, workers: int, counts: Counts, 
     masks = sum(map(len, framed.values()))
     if masks >= _MANY and len(framed[True]) >= _FRAMED * masks:
         yield Finding(
-            "inverted", f"{framed[True][0]}: its border is white all around, as in {len(framed[True]):,} masks"
+            "inverted",
+            f"{framed[True][0]}: its border is white all around, as in {len(framed[True]):,} of {masks:,} masks",
         )
     if tops and max(tops.values()) < _USED:
         for name, top in tops.items():
@@ -201,6 +203,14 @@ def about_samples(
         yield from examined.findings
 
 
+def about_classes(counts: Counts) -> Iterator[Finding]:
+    """Classes that have no mask to learn from while others have: their background may go on giving them away."""
+    if any(counts.of_class.values()):
+        for name, masks in sorted(counts.of_class.items()):
+            if not masks:
+                yield Finding("unmasked", f"{readable(name)}: no image of train has a mask that can be used")
+
+
 def _examined(
     listing: Listing, work: Callable[[int], Examined], workers: int, counts: Counts
 ) -> Iterator[tuple[Record, Examined]]:
@@ -213,6 +223,8 @@ def _examined(
             for i, examined in zip(numbers, pool.map(work, numbers), strict=True):
                 record = listing.records[i]
                 counts.masks[record.split] += examined.usable
+                if record.split == "train":
+                    counts.of_class.update(dict.fromkeys(record.labels, int(examined.usable)))
                 if examined.digest is not None:
                     examined.findings.extend(_again(record, first[examined.digest]))
                     first[examined.digest].setdefault(record.split, record)
