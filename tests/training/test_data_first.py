@@ -121,6 +121,15 @@ def test_missing_masks_are_shown_at_the_start_every_epoch_and_in_the_report(
     assert json.loads((data.parent / "run/data.json").read_text())["masks"]["train"] == 9
 
 
+def test_masks_that_cannot_be_used_are_not_counted(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((data / "masks").rglob("*.png"))[::2]:
+        save(path, MASK * 0)
+    assert train(data) == 0
+    said = capsys.readouterr().out
+    assert "Masks: 6 of 12 training images (50%)" in said
+    assert said.count("masks for 50%") == 3 and "masks for 100%" not in said  # train, val, test
+
+
 def test_few_masks_have_to_be_meant(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remove_masks(data, keep=5)
     assert train(data) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from fasterisnet.data.sources import open_source
 from fasterisnet.errors import UsageError
 from fasterisnet.losses import background_loss, decay_for
 from fasterisnet.methods import Standard
+from fasterisnet.runs.card import Card
 from fasterisnet.runs.config import PRESETS, Config
 from fasterisnet.runs.folder import Run
 from fasterisnet.runs.inputs import preparation_of
-from fasterisnet.runs.report import background_line
+from fasterisnet.runs.report import background_line, learning_lines
 from fasterisnet.training.distributed import Place
 from fasterisnet.training.loop import train
 from fasterisnet.training.setup import build_method
@@ -200,3 +202,28 @@ def test_a_background_loss_that_does_not_fall_is_told(
     lines = background_line(run, heard.append)
     assert lines == heard and len(lines) == said
     assert all("has hardly fallen" in line and "--heatmap-weight" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("method", "losses", "classification", "said"),
+    [
+        ("stochastic", (1.55, 0.31, 1.4, 0.91), 0.85, ["came up again, from 0.31 in epoch 2 to 0.91"]),
+        ("stochastic", (1.55, 0.5, 0.7), 0.85, []),  # it goes up and down
+        ("standard", (1.1, 0.005, 0.02), 0.02, []),
+        ("standard", (6e4, 2e9), 2e9, ["came up again", "were not learned: .* of the last epoch is 2e"]),
+        ("stochastic", (1.5, 0.9), 1.2, ["were not learned: .* guessing 1.1.* a lower --heatmap-weight"]),
+        ("unet-classifier", (0.3, 1.0), 1.0, []),  # another loss in every stage
+        ("standard", (1.2,), 1.2, []),
+    ],
+)
+def test_a_training_that_came_apart_or_taught_nothing_is_told(
+    tmp_path: Path, method: str, losses: tuple[float, ...], classification: float, said: list[str]
+) -> None:
+    run, heard = Run(tmp_path), []
+    run.create(Config(data="drawn", method=method))
+    run.write_metrics(
+        [{"epoch": i, "train_loss": loss, "train_classification": classification} for i, loss in enumerate(losses)]
+    )
+    lines = learning_lines(run, Card("small", ["a", "b", "c"], False, {}, method, False, 1, None), heard.append)
+    assert lines == heard and len(lines) == len(said)
+    assert all(re.search(words, line) for words, line in zip(said, lines, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from fasterisnet.evaluation.figures import heatmap_figure, save_figure
 from fasterisnet.evaluation.metrics import evaluate
 from fasterisnet.files import file_name, read_json, write_text
 from fasterisnet.lrp.explain import explain
-from fasterisnet.methods import method_class
+from fasterisnet.methods import Method, method_class
 from fasterisnet.runs.card import Card
 from fasterisnet.runs.config import paper_weight
 from fasterisnet.runs.folder import Run
@@ -27,6 +28,7 @@ from fasterisnet.runs.folder import Run
 SHOWN = 4
 FALLEN = 0.6  # of its first value: a background loss above that has not fallen
 NEARLY_NOTHING = 0.1  # a background loss below that needs not fall
+LOST, TIMES = 0.25, 1.5  # share of what a loss had fallen by, and times its lowest value: above both it came up again
 
 
 def metrics_of(
@@ -176,6 +178,7 @@ def write_report(
         *[_extended(epoch, config.schedule) for epoch in extended],
         *masks_line(run),
         *background_line(run, say),
+        *learning_lines(run, card, say),
         f"Images that could not be read and were skipped: {len(bad)}.",
         *[f"- {text}" for text in bad],
         *[f"The split {cell(name)} has no image that can be read; it was not tested." for name in tests.unreadable],
@@ -193,13 +196,21 @@ def _extended(epoch: int, schedule: str) -> str:
     return f"The run had ended after epoch {epoch}; the epochs after it were added later{rates}."
 
 
-def masks_line(run: Run) -> list[str]:
-    """How many training images had a mask; nothing for Standard, which needs none, and for runs of older versions."""
+def usable_masks(run: Run, split: str) -> tuple[int, int] | None:
+    """How many images of a split had a usable mask when the run began, and of how many; None for older versions."""
     try:
         found = read_json(run.path("data.json"))
-        usable, images = int(found["masks"]["train"]), int(found["samples"]["train"])
+        return int(found["masks"][split]), int(found["samples"][split])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def masks_line(run: Run) -> list[str]:
+    """How many training images had a mask; nothing for Standard, which needs none, and for runs of older versions."""
+    counts = usable_masks(run, "train")
+    if counts is None:
         return []
+    usable, images = counts
     share = f" {run.config.mask_share:.0%} of them were used." if run.config.mask_share < 1 else ""
     line = f"Training images with a usable mask: {usable:,} of {images:,} ({usable / max(images, 1):.0%}).{share}"
     return [line] if method_class(run.config.method).needs_masks else []
@@ -224,6 +235,33 @@ def background_line(run: Run, say: Callable[[str], None]) -> list[str]:
     )
     say(line)
     return [line]
+
+
+def learning_lines(run: Run, card: Card, say: Callable[[str], None]) -> list[str]:
+    """Says when the last epoch is worse than an earlier one by the loss it learned from, and when it only guesses."""
+    config, method, lines = run.config, method_class(run.config.method), []
+    losses = [float(row["train_loss"]) for row in run.rows]
+    if len(losses) < 2:
+        return []
+    lowest = min(losses)
+    comparable = not isinstance(config.heatmap_weight, list) and method.plan is Method.plan
+    if comparable and losses[-1] - lowest > max(LOST * (losses[0] - lowest), (TIMES - 1) * lowest):
+        lines.append(
+            f"The training loss came up again, from {lowest:.3g} in epoch {losses.index(lowest) + 1} to "
+            f"{losses[-1]:.3g} in the last: the training came apart, and the weights, of epoch {card.epoch}, may be "
+            f"worse than earlier ones. Try a lower --lr ({config.lr:g}); --settled 0 chooses among all epochs."
+        )
+    learned = float(run.rows[-1]["train_classification"])
+    guessed = math.log(2 if card.multi_label else len(card.classes))
+    if learned >= guessed:
+        lines.append(
+            f"The classes were not learned: the classification loss of the last epoch is {learned:.3g}, that of "
+            f"guessing {guessed:.3g}. Try more --epochs, another --lr ({config.lr:g})"
+            f"{', a lower --heatmap-weight' if method.needs_ranges else ''}."
+        )
+    for line in lines:
+        say(line)
+    return lines
 
 
 def picture(run: Run, model: torch.nn.Module, card: Card, samples: Samples, name: str, device: Any = None) -> None:

@@ -15,6 +15,8 @@ from fasterisnet.losses.gwrp import decay_for
 from fasterisnet.methods import Method, options_of
 from fasterisnet.methods.base import WITHOUT_EFFECT
 from fasterisnet.runs.config import Config
+from fasterisnet.runs.folder import Run
+from fasterisnet.runs.report import usable_masks
 
 if TYPE_CHECKING:
     from fasterisnet.training.data import Splits
@@ -31,7 +33,7 @@ def header(config: Config, model: nn.Module, method: Method, splits: Splits, fab
         f"Device: {_device(fabric)}, precision {config.precision}",
         f"Model: {config.model}, {parameters:,} parameters, {config.channels} x {config.size} x {config.size} px",
         f"Method: {_method(method, config.size)}",
-        *[_split(name, samples, splits.source) for name, samples in {**splits.samples, **tests}.items()],
+        *[_split(config, name, samples, splits.source) for name, samples in {**splits.samples, **tests}.items()],
         f"Log: {config.out}/metrics.csv{board}",
     ]
 
@@ -57,14 +59,16 @@ def _method(method: Method, size: int) -> str:
     return f"{method.name} ({', '.join(shown)})" if shown else method.name
 
 
-def _split(name: str, samples: Samples, source: Source) -> str:
-    """How many samples there are, how many of each class, and how many with a mask."""
+def _split(config: Config, name: str, samples: Samples, source: Source) -> str:
+    """How many samples there are, of each class, and with masks: usable ones where that is known."""
     counts: Counter[int] = Counter()
     masked = 0
     for i in range(len(samples)):
         label = samples.label(i)
         counts.update([label] if isinstance(label, int) else [k for k, there in enumerate(label) if there])
         masked += has_mask(samples, i)
+    usable, images = usable_masks(Run(config.out), name) or (masked, 0)
+    masked = min(masked, usable) if images == len(samples) else masked
     classes = [f"{readable(source.classes[k])} {counts[k]:,}" for k in range(len(source.classes))]
     if len(classes) > NAMED:
         few, many = min(counts.values(), default=0), max(counts.values(), default=0)
