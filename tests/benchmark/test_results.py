@@ -22,14 +22,21 @@ def published(experiment: str) -> list[Path]:
     return [ROOT / line for line in listed.stdout.splitlines()]
 
 
-EXPERIMENTS = [name for name in ("mnist", "dogs", "xray") if published(name)]
+# Folders of results, whose recipe they were made with and on which data.
+FOLDERS = {
+    "mnist": ("mnist", "DIR"),
+    "dogs": ("dogs", "DIR"),
+    "xray": ("xray", "DIR"),
+    "xray-mixed": ("xray", "DIR?split=mixed"),
+}
+EXPERIMENTS = [name for name in FOLDERS if published(name)]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_page_has_the_table_of_the_result_files(name: str, tmp_path: Path) -> None:
     for path in published(name):
         shutil.copy(path, tmp_path)
-    recipe = Recipe.read(name)
+    recipe = Recipe.read(FOLDERS[name][0])
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert table(recipe, read_results(tmp_path, list(recipe.rows))) in page
 
@@ -40,7 +47,7 @@ def test_one_command_makes_tables_and_figures_again_byte_for_byte(name: str, tmp
     for path in published(name):
         shutil.copy(path, tmp_path)
         shutil.copy(path.with_suffix(".safetensors"), tmp_path)
-    write_tables(Recipe.read(name), tmp_path)
+    write_tables(Recipe.read(FOLDERS[name][0]), tmp_path)
     made = [path for path in tmp_path.iterdir() if "-seed" not in path.name]
     assert {"table.md", "details.md", "heatmaps.png"} <= {path.name for path in made}
     assert [path.name for path in made if path.read_bytes() != (folder / path.name).read_bytes()] == []
@@ -48,7 +55,8 @@ def test_one_command_makes_tables_and_figures_again_byte_for_byte(name: str, tmp
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_results_were_made_with_the_recipe(name: str, tmp_path: Path) -> None:
-    recipe = Recipe.read(name)
+    own, data = FOLDERS[name]
+    recipe = Recipe.read(own)
     for path in published(name):
         row, seed = path.stem.rsplit("-seed", 1)
-        assert finished(path, recipe.config(row, int(seed), "DIR", tmp_path, {}))
+        assert finished(path, recipe.config(row, int(seed), data, tmp_path, {}))
