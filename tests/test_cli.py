@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def test_explain(run: Path, folder: Path, tmp_path: Path, capsys: pytest.Capture
     for path in written:
         with Image.open(path) as picture:
             assert picture.width > 300
+
+
+def test_explain_names_runs_of_different_sizes(
+    run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, sizes = Run.load_model, iter((24, 16))
+
+    def resized(self: Run, **options: Any) -> Any:
+        model, card = load(self, **options)
+        return model, replace(card, preparation=card.preparation | {"size": next(sizes)})
+
+    monkeypatch.setattr(Run, "load_model", resized)
+    image = next((folder / "test").rglob("*.png"))
+    assert main(["explain", str(run), str(image), "--compare", str(run), "--out", str(tmp_path / "pictures")]) == 2
+    assert f"{run.name} sees 24 px, {run.name} sees 16 px" in capsys.readouterr().err
 
 
 def test_explain_takes_folders(

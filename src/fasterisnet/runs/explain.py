@@ -45,6 +45,9 @@ def explain_files(
     found = _found(images)
     places = _places([record for record, _ in found], Path(out), Path(masks) if masks is not None else None)
     networks = [(Path(run).name, *Run(run).load_model(trust=trust)) for run in runs]
+    if len({card.prepare.size for _, _, card in networks}) > 1:
+        seen_by = ", ".join(f"{readable(name)} sees {card.prepare.size} px" for name, _, card in networks)
+        raise UsageError(f"Runs that are shown side by side have to see images of one size: {seen_by}.")
     device = device or torch.device("cpu")
     for _, model, _ in networks:
         model.to(device)
@@ -70,8 +73,6 @@ def explain_files(
             texts.append(f"{label}: {card.classes[chosen]} {chance[chosen]:.0%}")
             shown = shown or (viewable(batch.cpu(), card), outline.unsqueeze(0) if mask is not None else None)
         pixels, outlines = shown or (None, None)
-        if any(m.shape[-2:] != pixels.shape[-2:] for m in maps.values()):  # pyright: ignore[reportOptionalMemberAccess]
-            raise UsageError("Runs that are shown side by side have to see images of one size.")
         title = "\n".join([Path(record.name).name, *map(readable, texts)])
         figure = heatmap_figure(pixels, maps, outlines, titles=[title])  # pyright: ignore[reportArgumentType]
         save_figure(figure, place)
