@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,23 +161,32 @@ def test_statistics_can_be_left_alone() -> None:
 # --- which epoch -----------------------------------------------------------------------------------------------------
 
 
-def _chosen(losses: list[float], **options: Any) -> int:
+def _chosen(losses: list[float], trained: Sequence[float] = (), **options: Any) -> int:
     """The epoch whose weights are kept, from 1 on."""
     config, progress = Config(data="D", epochs=len(losses), **options), Progress()
     for epoch, loss in enumerate(losses):
         progress.epoch = epoch
+        progress.rows.append({"train_loss": trained[epoch] if trained else loss})
         if progress.is_better(loss, config):
             progress.best_loss, progress.best_epoch = loss, epoch
     return progress.best_epoch + 1
 
 
 def test_luck_before_the_rate_has_come_down_is_not_chosen() -> None:
-    losses = [0.9, 0.1, 0.8, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3, 0.35]
-    assert _chosen(losses, settled=0.7) == 9
-    assert _chosen(losses, settled=0) == 2
-    assert _chosen(losses, settled=1) == 10
-    assert _chosen([0.1, 0.2, math.inf, math.inf], settled=0.5) == 1
+    losses, falling = [0.9, 0.1, 0.8, 0.7, 0.6, 0.5, 0.5, 0.4, 0.3, 0.35], [1 / n for n in range(1, 11)]
+    assert _chosen(losses, falling, settled=0.7) == 9
+    assert _chosen(losses, falling, settled=0) == 2
+    assert _chosen(losses, falling, settled=1) == 10
+    assert _chosen([0.1, 0.2, math.inf, math.inf], falling, settled=0.5) == 1
     assert _chosen([0.4], settled=0.7) == 1
+
+
+def test_nor_is_what_came_after_the_training_had_come_apart() -> None:
+    """As it was seen: the rate had come down, but the loss had come up, and every earlier epoch was better."""
+    trained = [1.55, 1.16, 0.73, 0.59, 0.52, 0.41, 0.36, 0.31, 0.42, 0.45, 0.33, 0.81, 1.42, 1.09, 0.91]
+    assert _chosen(trained) == 8
+    assert _chosen([*trained[:13], 0.4, 0.5], [*trained[:13], 0.4, 0.5]) == 14
+    assert _chosen(trained, heatmap_weight=[0.5, 0.9]) == 12  # P has changed what is added up
 
 
 # --- the end of a run ------------------------------------------------------------------------------------------------

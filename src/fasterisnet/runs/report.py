@@ -22,7 +22,7 @@ from fasterisnet.files import file_name, read_json, write_text
 from fasterisnet.lrp.explain import explain
 from fasterisnet.methods import Method, method_class
 from fasterisnet.runs.card import Card
-from fasterisnet.runs.config import paper_weight
+from fasterisnet.runs.config import Config, paper_weight
 from fasterisnet.runs.folder import Run
 
 SHOWN = 4
@@ -237,19 +237,27 @@ def background_line(run: Run, say: Callable[[str], None]) -> list[str]:
     return [line]
 
 
+def came_apart(rows: Sequence[Mapping[str, Any]], config: Config) -> bool:
+    """Whether the loss that a network learns from is far above the lowest there has been; not where P changes it."""
+    losses = [float(row["train_loss"]) for row in rows]
+    if isinstance(config.heatmap_weight, list) or not losses:
+        return False
+    lowest = min(losses)
+    return losses[-1] - lowest > max(LOST * (losses[0] - lowest), (TIMES - 1) * lowest)
+
+
 def learning_lines(run: Run, card: Card, say: Callable[[str], None]) -> list[str]:
     """Says when the last epoch is worse than an earlier one by the loss it learned from, and when it only guesses."""
     config, method, lines = run.config, method_class(run.config.method), []
     losses = [float(row["train_loss"]) for row in run.rows]
     if len(losses) < 2:
         return []
-    lowest = min(losses)
-    comparable = not isinstance(config.heatmap_weight, list) and method.plan is Method.plan
-    if comparable and losses[-1] - lowest > max(LOST * (losses[0] - lowest), (TIMES - 1) * lowest):
+    if method.plan is Method.plan and came_apart(run.rows, config):
+        lowest = min(losses)
         lines.append(
             f"The training loss came up again, from {lowest:.3g} in epoch {losses.index(lowest) + 1} to "
-            f"{losses[-1]:.3g} in the last: the training came apart, and the weights, of epoch {card.epoch}, may be "
-            f"worse than earlier ones. Try a lower --lr ({config.lr:g}); --settled 0 chooses among all epochs."
+            f"{losses[-1]:.3g} in the last: the training came apart. The weights are of epoch {card.epoch}. Try a "
+            f"lower --lr ({config.lr:g})."
         )
     learned = float(run.rows[-1]["train_classification"])
     guessed = math.log(2 if card.multi_label else len(card.classes))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fasterisnet.runs.config import Config
 from fasterisnet.runs.folder import Row
+from fasterisnet.runs.report import came_apart
 
 
 def stage_of(bounds: list[int], epoch: int) -> tuple[int, int]:
@@ -53,14 +54,15 @@ class Progress:
     def is_better(self, loss: float, config: Config, stage: tuple[int, int] | None = None) -> bool:
         """Whether the network of this epoch is to be kept: the lowest loss of those after `settled`, if there are any.
 
-        Before the learning rate has come down, a low loss is luck. stage: its first epoch and the one after, of a run
-        with several; those before the last one are chosen from whole, and so are epochs that were added to a run.
+        Before the learning rate has come down, a low loss is luck; but where the training has come apart since, the
+        earlier epoch stays. stage: its first epoch and the one after, of a run with several; those before the last one
+        are chosen from whole, and so are epochs that were added to a run.
         """
         first, after = stage or (0, config.epochs)
         share = config.settled if after == config.epochs and not self.stretches else 0.0
         begin = first + min(math.ceil(share * (after - first)), after - first - 1)
-        now = self.best_epoch < begin <= self.epoch and math.isfinite(loss)
-        return loss < self.best_loss or (now and begin > first)
+        now = self.best_epoch < begin <= self.epoch and math.isfinite(loss) and begin > first
+        return loss < self.best_loss or (now and not came_apart(self.rows[first:], config))
 
     def check(self, epochs: int, batches: int, *, early: bool) -> None:
         """Raises a ValueError for what no run of so many epochs, or fewer if it may end `early`, can have come to."""
