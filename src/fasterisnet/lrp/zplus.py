@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fasterisnet.lrp.activations import is_in_parts
 from fasterisnet.lrp.epsilon import product_half
-from fasterisnet.lrp.gates import OFFSET_FIRST, is_learned, shares, unscaled
+from fasterisnet.lrp.gates import OFFSET_FIRST, shares, unscaled
 from fasterisnet.lrp.kernels import ChannelShares, Quotient, SumShares, wide
 from fasterisnet.lrp.kinds import BATCH_NORMS, LINEAR, PERMUTING, SUMS, Edge, kind, shape, signs, source
 from fasterisnet.lrp.layers import CLASSES, layer, norm, operand, through
@@ -19,6 +19,8 @@ from fasterisnet.lrp.parts import adds_nothing, asked_inside, is_written_out, nu
 from fasterisnet.lrp.pools import mean_zplus
 from fasterisnet.lrp.step import Step
 from fasterisnet.lrp.units import Chain, Unit, chain, unit
+
+SHUT = -50.0  # so much is added to what shall not be heard; Swin Transformers add -100
 
 
 def linear_zplus(at: Step) -> None:
@@ -160,14 +162,20 @@ def sum_zplus(at: Step) -> None:
     for position in range(2):
         if at.is_active(position):
             G = s * (parts[position] > 0) * each[position]
-            added = None if all(at.active) or is_learned(operand(at.node, 1 - position)) else parts[1 - position]
-            if added is None or not bool((added == 0).any()):
+            added = parts[1 - position]
+            if all(at.active) or not _is_mask(added):
                 at.share(position, partial(torch.mul, s, positive[position]), lambda G=G: G)
-            elif at.table.in_R:  # a mask of zeros and large negative numbers, say: zero is nothing
+            elif at.table.in_R:  # where nothing is added, relevance passes
                 R = at.relevance(lambda: parts[0] + parts[1])
                 at.send_R(position, torch.where(added == 0, R, values[position] * G))
             else:
                 at.send_G(position, torch.where(added == 0, at.G * each[position], G))
+
+
+def _is_mask(added: Tensor) -> bool:
+    """Whether something is added that shuts numbers out, as masks of attention do, and is zero elsewhere."""
+    zero = added == 0
+    return not bool(zero.all()) and bool((zero | (added <= SHUT)).all())
 
 
 def _as_tensor(value: Tensor | float, at: Step, constant: bool) -> Tensor:
