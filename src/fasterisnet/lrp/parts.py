@@ -180,7 +180,9 @@ def adds_nothing(at: Step) -> bool:
     """Whether zeros are added."""
     if at.kind not in SUMS or at.note is None or sum(at.active) != 1:
         return False
-    return one_number(constant_of(at.node, at.kind, at.active.index(True))) == 0
+    position = at.active.index(True)
+    number = one_number(constant_of(at.node, at.kind, position))
+    return number is not None and number * signs(at.node)[1 - position] == 0
 
 
 def number_of(at: Step) -> float:
