@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fasterisnet.data.drawn import drawn_source
 from fasterisnet.data.loader import Loader, LoadingError
@@ -38,6 +39,20 @@ def test_the_worker_is_named(what: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(
         LoadingError, match=rf"split 'odd' failed in process 1 of 2: worker \d \(process \d+\) {message}"
     ):
+        list(loader.epoch(0))
+
+
+@pytest.mark.slow
+def test_a_worker_that_leaves_in_the_middle_of_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection ends before the system says that it has died."""
+
+    def reset(iterator: Any, timeout: float) -> Any:
+        iterator._workers[1].kill()
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", reset)
+    loader = Loader(drawn_source(per_class=4, size=16).split("train"), PREPARATION, 3, name="odd", workers=2)
+    with pytest.raises(LoadingError, match=r"worker 1 \(process \d+\) died"):
         list(loader.epoch(0))
 
 

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import count, islice
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from threading import Thread
 from typing import Any
 
@@ -30,7 +30,7 @@ LEAST = 2  # batch norm cannot learn from one sample
 PATIENCE = 600.0  # seconds a batch may take to load
 MOMENT = 2.0  # seconds after which one looks whether somebody is still at work
 SAFE_PATH = "PYTHONSAFEPATH"
-SLOW = "DataLoader timed out"
+SLOW, DIED = "DataLoader timed out", "DataLoader worker"  # how PyTorch begins what it says of them
 CROWD = 64  # loading processes that any machine is trusted with
 
 
@@ -155,7 +155,7 @@ class Loader:
 
     def _problem(self, iterator: Any, text: str) -> LoadingError | None:
         """What PyTorch says of workers that died or hang, in the words of the run; those that hang are ended."""
-        died, slow = text.startswith("DataLoader worker"), text.startswith(SLOW)
+        died, slow = text.startswith(DIED), text.startswith(SLOW)
         if iterator is None or not (died or slow):
             return None
         gone = [f"{i} (process {w.pid})" for i, w in enumerate(iterator._workers) if died and not w.is_alive()]
@@ -177,7 +177,11 @@ def _watched(iterator: weakref.ref[Any], limit: float) -> Callable[..., tuple[bo
         begin = time.monotonic()
         this: Any = iterator()
         while True:
-            found = type(this)._try_get_data(this, min(limit, MOMENT))
+            try:
+                found = type(this)._try_get_data(this, min(limit, MOMENT))
+            except (ConnectionError, EOFError, FileNotFoundError) as error:  # while it handed over a batch
+                connection.wait([worker.sentinel for worker in this._workers], MOMENT)
+                raise RuntimeError(f"{DIED} left in the middle of a batch: {error}") from error
             if found[0] or time.monotonic() - begin >= limit:
                 return found
 
