@@ -233,3 +233,16 @@ def test_gradients_are_exact_past_what_has_no_rule(name: str) -> None:
             values.append(loss(False))
             weight.sub_(sign * 1e-6 * direction)
     torch.testing.assert_close((values[0] - values[1]) / 2e-6, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_what_is_not_shut_out_passes_a_mask() -> None:
+    """Scores of attention with a mask added, whose zeros add nothing, are scores with some replaced (z+)."""
+    shut = torch.tensor([[False, True, False, False, True]])
+    pair = (
+        lambda m, x: m.fc((m.query(x).masked_fill(shut, -1e4)).softmax(1)),
+        lambda m, x: m.fc((m.query(x) + shut * -1e4).softmax(1)),
+    )
+    first, second = twins(pair, query=nn.Linear(5, 5), fc=nn.Linear(5, 3))
+    maps = [fi.explain(net, pictures(2, 5), 0, rule="zplus") for net in (first, second)]
+    assert maps[0].abs().max() > 0
+    torch.testing.assert_close(maps[1], maps[0], rtol=1e-3, atol=1e-6)
